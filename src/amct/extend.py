@@ -17,7 +17,8 @@ from amct.config.registry import Activation, ObserverFactory
 from amct.config.registry import register_activation as _register_activation
 from amct.errors import ArgumentError
 from amct.numerics.affine import SymmetricScale
-from amct.numerics.observer import ActivationFactors, Observer
+from amct.numerics.observer import Observer
+from amct.numerics.qparams import Observed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,6 +41,13 @@ __all__ = [
     "registered",
     "unregister_caffe_layer",
 ]
+
+
+class ActivationFactors(Observed):
+    """What an observer returns, most easily by ``from_range``; ``clip_min`` and ``clip_max`` follow from the others."""
+
+    def __init__(self, **given: Any) -> None:  # noqa: ANN401  the fields of Observed
+        super().__init__(**{name: value for name, value in given.items() if name not in ("clip_min", "clip_max")})
 
 
 def register_activation(*, name: str, settings: type[Any], observer: ObserverFactory) -> Activation:

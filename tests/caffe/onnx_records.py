@@ -9,10 +9,10 @@ from amct.caffe.engine.net import Net
 from amct.caffe.model import read_model
 from amct.caffe.ptq.folding import fuse
 from amct.config.layers import CAFFE_TYPES
-from amct.export.qdq.tensor_factors import observed_factors
 from amct.numerics.affine import fake_quantize
-from amct.numerics.arq import WeightFactors, WeightKind, arq, fake_quantize_weight
+from amct.numerics.arq import WeightKind, arq, fake_quantize_weight
 from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.qparams import QParams
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 
 
@@ -77,7 +77,7 @@ class Ranges:
         return CaffeRecord(layers)
 
     def tensors(self):
-        return observed_factors({name: observer.result() for name, observer in self.blobs.items()})
+        return {name: observer.result() for name, observer in self.blobs.items()}
 
 
 def fake_quantized_outputs(net, record):
@@ -102,9 +102,8 @@ def _rounded(layer, entry, bottoms, parameters):
     if not entry.scale_w:
         return bottoms, parameters
     scales = torch.tensor(entry.scale_w)
-    factors = WeightFactors(scales, torch.zeros_like(scales, dtype=torch.int32))
     groups = getattr(layer, "group", 1)
-    rounded = [fake_quantize_weight(parameters[0], factors, weight_kind(layer), 8, groups)]
+    rounded = [fake_quantize_weight(parameters[0], QParams.symmetric(scales), weight_kind(layer), groups)]
     if len(parameters) > 1:
         step = scales * entry.record_d[0].scale
         rounded.append(torch.round(parameters[1] / step) * step)

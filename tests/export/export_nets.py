@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx
 import onnxruntime
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
+from amct.export.binding import LayerBinding
 from amct.model.kinds import LayerKind
+from amct.numerics.qparams import Observed
+from amct.record import LayerRecord
+from amct.record.conversion import layer_qparams
 
 KINDS = {
     "Conv": LayerKind.CONV,
@@ -109,14 +113,54 @@ def run_all(model, feeds):
     return run(wide, feeds, optimize=False) | dict(feeds)
 
 
+def quantized(  # the terms are those of a record
+    *, scale_d, offset_d, scale_w, act_bits=8, wts_bits=8, scale_h=None, offset_h=None, scale_r=(), balance=None
+):
+    """The parameters of a layer."""
+    entry = LayerRecord(
+        scale_d=scale_d,
+        offset_d=offset_d,
+        scale_w=tuple(np.asarray(scale_w, np.float64).tolist()),
+        act_type=f"INT{act_bits}",
+        wts_type=f"INT{wts_bits}",
+        scale_h=scale_h,
+        offset_h=offset_h,
+        scale_r=tuple(np.asarray(scale_r, np.float64).tolist()),
+        tensor_balance_factor=() if balance is None else tuple(np.asarray(balance, np.float64).tolist()),
+    )
+    return layer_qparams(entry)
+
+
+def changed(layer, **terms):
+    """The parameters of a layer with other ones for some terms."""
+    known = {
+        "scale_d": layer.input.step,
+        "offset_d": layer.input.zero_point,
+        "act_bits": layer.input.bits,
+        "scale_w": layer.scale_w,
+        "wts_bits": layer.weight.bits,
+        "balance": layer.balance,
+    }
+    if layer.hidden is not None:
+        hidden = {"scale_h": layer.hidden.step, "offset_h": layer.hidden.zero_point}
+        known |= {**hidden, "scale_r": layer.weights[1].scale}
+    return quantized(**(known | terms))
+
+
+def channels(scale, zero_point, *, balance=None, mean=None):
+    """The parameters of an observed layer input, with numbers by channel."""
+    by_channel = {name: torch.tensor(each) for name, each in (("balance", balance), ("mean", mean)) if each is not None}
+    return replace(Observed.of(scale, zero_point), **by_channel)
+
+
 def tensor_factors(values, *, bits=8, symmetric=False):
     """Min/max factors: (scale, zero point) of ``bits`` signed bits that cover the values and zero."""
     levels = 2**bits - 1
     low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
     if symmetric:
-        return TensorFactors(scale=max(abs(low), abs(high)) / (2 ** (bits - 1) - 1), zero_point=0, bits=bits)
+        return Observed.of(max(abs(low), abs(high)) / (2 ** (bits - 1) - 1), 0, bits)
     scale = (high - low) / levels or 1.0
-    return TensorFactors(scale=scale, zero_point=round(-low / scale) - 2 ** (bits - 1), bits=bits)
+    return Observed.of(scale, round(-low / scale) - 2 ** (bits - 1), bits)
 
 
 def weight_scales(rows, bits=8):
@@ -152,7 +196,7 @@ def calibrate(net, model, *, act_bits=8, wts_bits=8, symmetric=False, per_tensor
             scales = weight_scales(arrays[node.input[1]][0], wts_bits)
             hidden = tensor_factors(values[node.output[0]], bits=act_bits)
             extra = {
-                "scale_h": hidden.scale,
+                "scale_h": hidden.step,
                 "offset_h": hidden.zero_point,
                 "scale_r": weight_scales(arrays[node.input[2]][0], wts_bits),
             }
@@ -161,8 +205,8 @@ def calibrate(net, model, *, act_bits=8, wts_bits=8, symmetric=False, per_tensor
             scales = weight_scales(rows.astype(np.float32), wts_bits)
             if name in per_tensor:
                 scales = scales.max(keepdims=True)
-        factors[name] = LayerFactors(
-            scale_d=data.scale,
+        factors[name] = quantized(
+            scale_d=data.step,
             offset_d=data.zero_point,
             act_bits=act_bits,
             scale_w=scales,

@@ -162,7 +162,7 @@ class FakeQuantReference:
 
     def layer(self, node):
         factors, settings = self.factors[self.layer_of[node.name]], attributes_of(node)
-        x, e = self.quantized(node.input[0], factors.scale_d, factors.offset_d, factors.act_bits)
+        x, e = self.quantized(node.input[0], factors.scale_d, factors.input.zero_point, factors.input.bits)
         if node.op_type == "AveragePool":
             rounding = (np.prod(settings["kernel_shape"]) + 8) * 2.0**-24
             return average_pool(x, **settings), average_pool(e + rounding * np.abs(x), **settings)
@@ -202,7 +202,7 @@ class FakeQuantReference:
         else:
             steps = factors.scale_w.reshape(1, -1)
         steps = steps.astype(np.float64)
-        low, high = -(2 ** (factors.wts_bits - 1)), 2 ** (factors.wts_bits - 1) - 1
+        low, high = -(2 ** (factors.weight.bits - 1)), 2 ** (factors.weight.bits - 1) - 1
         rounded = np.clip(np.rint(w / steps), low, high) * steps
         if len(node.input) < 3:
             return rounded, None
@@ -211,13 +211,17 @@ class FakeQuantReference:
 
     def recurrent(self, node, factors, x, e):
         w, r, b = (self.constants[node.input[i]].astype(np.float64) for i in (1, 2, 3))
-        ws, rs = (s.astype(np.float64).reshape(1, -1, 1) for s in (factors.scale_w, factors.scale_r))
+        ws, rs = (s.astype(np.float64).reshape(1, -1, 1) for s in (factors.scale_w, factors.weights[1].scale.numpy()))
         w, r = np.rint(w / ws) * ws, np.rint(r / rs) * rs
-        step = np.concatenate([factors.scale_w * factors.scale_d, factors.scale_r * factors.scale_h])
+        step = np.concatenate(
+            [factors.scale_w * factors.scale_d, factors.weights[1].scale.numpy() * factors.hidden.step]
+        )
         b = np.rint(b / step) * step
         h, state_error = np.zeros((x.shape[1], r.shape[2])), 0.0
         if len(node.input) > 5:
-            h, state_error = self.quantized(node.input[5], factors.scale_h, factors.offset_h, factors.act_bits)
+            h, state_error = self.quantized(
+                node.input[5], factors.hidden.step, factors.hidden.zero_point, factors.input.bits
+            )
             h, state_error = h[0], state_error.max()
         own = (np.abs(w).sum(2).max()) * (e.max() + np.abs(x).max() * (w.shape[2] + 8) * 2.0**-24)
         reach = lstm_reach if node.op_type == "LSTM" else gru_reach

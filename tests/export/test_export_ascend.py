@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import onnx
 import pytest
-from export_nets import NETS, Net, calibrate, recurrent, residual, run_all
+from export_nets import NETS, Net, calibrate, changed, quantized, recurrent, residual, run_all
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy_nets import AscendExecutor, attributes_of
@@ -15,7 +13,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from amct.errors import ExportError
 from amct.export.ascend import ascend_model, dequant_param, pack_int4
-from amct.export.binding import LayerFactors
 from amct.export.fake_quant import fake_quant_model
 
 INTEGER_NETS = {name: make for name, make in NETS.items() if not name.startswith(("lstm", "gru"))}
@@ -125,7 +122,7 @@ def test_equal_quantizers_of_one_tensor_are_merged_and_others_are_not():
     net.add("Sum", "sum", *parts, outputs=["y"])
     model = net.model("y")
     factors, _ = calibrate(net, model)
-    factors["c"] = replace(factors["c"], act_bits=16)
+    factors["c"] = changed(factors["c"], act_bits=16)
     deploy = ascend_model(model, net.bindings(), factors).model
     quantizers = [node.name for node in deploy.graph.node if node.op_type == "AscendQuant"]
     assert sorted(quantizers) == ["a.quant", "c.quant"]
@@ -144,7 +141,7 @@ def test_half_precision_layers_dequantize_to_half():
     x = net.input("x", 1, 4, 5, 5, dtype=TensorProto.FLOAT16)
     net.layer("Conv", "l", x, net.weight("w", 4, 4, 3, 3, dtype=np.float16), outputs=["y"])
     model = net.model("y", dtype=TensorProto.FLOAT16)
-    factors = {"l": LayerFactors(scale_d=0.03, offset_d=3, scale_w=np.full(1, 0.01))}
+    factors = {"l": quantized(scale_d=0.03, offset_d=3, scale_w=np.full(1, 0.01))}
     deploy = ascend_model(model, net.bindings(), factors).model
     assert attributes_of(deploy.graph.node[-1])["dtype"] == 1
 
@@ -220,7 +217,7 @@ def test_recurrent_layers_become_ascend_s_own(kind, state, bits):
     settings = attributes_of(node)
     assert settings["quant_dtype"] == {8: 2, 16: 6}[bits]
     assert settings["quant_scale_x"] == np.float32(1) / np.float32(factors["rnn"].scale_d)
-    assert settings["quant_offset_h"] == factors["rnn"].offset_h
+    assert settings["quant_offset_h"] == factors["rnn"].hidden.zero_point
     assert (settings["quant_sqrt_mode_x"], settings["quant_sqrt_mode_h"]) == (0, 0)
 
 
@@ -236,10 +233,13 @@ def test_recurrent_integers_times_scales_are_the_fake_quant_weights(kind):
         integer["rnn.w"][0].astype(np.float32) * factors["rnn"].scale_w.reshape(-1, 1), real["rnn.w"][0]
     )
     np.testing.assert_array_equal(
-        integer["rnn.r"][0].astype(np.float32) * factors["rnn"].scale_r.reshape(-1, 1), real["rnn.r"][0]
+        integer["rnn.r"][0].astype(np.float32) * factors["rnn"].weights[1].scale.numpy().reshape(-1, 1),
+        real["rnn.r"][0],
     )
     np.testing.assert_array_equal(scale[:rows], factors["rnn"].scale_w * np.float32(factors["rnn"].scale_d))
-    np.testing.assert_array_equal(scale[rows:], factors["rnn"].scale_r * np.float32(factors["rnn"].scale_h))
+    np.testing.assert_array_equal(
+        scale[rows:], factors["rnn"].weights[1].scale.numpy() * np.float32(factors["rnn"].hidden.step)
+    )
     np.testing.assert_allclose(integer["rnn.b"][0] * scale, real["rnn.b"][0], rtol=2**-23)
 
 
@@ -247,7 +247,7 @@ def test_scales_per_gate_are_repeated_for_each_row():
     net, model = recurrent("LSTM")
     factors, _ = calibrate(net, model)
     per_gate = np.array([0.01, 0.02, 0.03, 0.04], dtype=np.float32)
-    factors["rnn"] = replace(factors["rnn"], scale_w=per_gate, scale_r=per_gate, scale_d=1.0)
+    factors["rnn"] = changed(factors["rnn"], scale_w=per_gate, scale_r=per_gate, scale_d=1.0)
     scale = initializers(ascend_model(model, net.bindings(), factors).model)["rnn.dequant.param"]
     np.testing.assert_array_equal(scale.astype(np.uint32).view(np.float32)[:24], np.repeat(per_gate, 6))
 

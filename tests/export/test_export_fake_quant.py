@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import onnx
 import pytest
-from export_nets import NETS, Net, calibrate, residual, run, run_all, tensor_factors, transposed, weight_scales
+from export_nets import (
+    NETS,
+    Net,
+    calibrate,
+    changed,
+    quantized,
+    residual,
+    run,
+    run_all,
+    tensor_factors,
+    transposed,
+    weight_scales,
+)
 from numpy_nets import FakeQuantReference
 from onnx import TensorProto, numpy_helper
 
 from amct.errors import ExportError
-from amct.export.binding import LayerFactors
 from amct.export.fake_quant import fake_quant_model
 
 QUANTIZER_PARTS = ("scale", "offset", "min_val", "max_val", "mul", "round", "add", "clip", "sub")
@@ -102,16 +111,6 @@ def test_weights_of_fewer_bits_hold_only_their_integers(bits):
     assert np.all(np.abs(run(exported, feeds)["y"] - values["y"]) <= bounds["y"])
 
 
-def test_ready_integers_are_used_as_they_are():
-    net, model = residual()
-    factors, _ = calibrate(net, model)
-    ready = np.random.default_rng(0).integers(-128, 128, (8, 8, 3, 3)).astype(np.int8)
-    factors["first"] = replace(factors["first"], integer_weight=ready)
-    exported = fake_quant_model(model, net.bindings(), factors).model
-    stored = next(tensor for tensor in exported.graph.initializer if tensor.name == "first.w")
-    assert np.array_equal(numpy_helper.to_array(stored), ready)
-
-
 def test_layers_that_share_a_tensor_and_its_factors_share_a_quantizer():
     net = Net()
     x = net.input("x", 1, 3, 5, 5)
@@ -123,7 +122,7 @@ def test_layers_that_share_a_tensor_and_its_factors_share_a_quantizer():
     names = {node.name for node in fake_quant_model(model, net.bindings(), factors).model.graph.node}
     assert "a.quant.fakequant.round" in names
     assert "b.quant.fakequant.round" not in names
-    factors["b"] = replace(factors["b"], offset_d=factors["b"].offset_d + 1)
+    factors["b"] = changed(factors["b"], offset_d=factors["b"].input.zero_point + 1)
     names = {node.name for node in fake_quant_model(model, net.bindings(), factors).model.graph.node}
     assert "b.quant.fakequant.round" in names
 
@@ -151,8 +150,8 @@ def balanced(net, model, names, seed=0):
             rows = (w * per_filter.reshape(w.shape[0], w.shape[1], *[1] * (w.ndim - 2))).reshape(w.shape[0], -1)
         else:
             rows = w * balance
-        factors[name] = LayerFactors(
-            scale_d=data.scale, offset_d=data.zero_point, scale_w=weight_scales(rows), balance=balance
+        factors[name] = quantized(
+            scale_d=data.step, offset_d=data.zero_point, scale_w=weight_scales(rows), balance=balance
         )
     return factors, tensors
 
@@ -167,21 +166,6 @@ def test_balance_factors_divide_the_input_and_multiply_the_weight(make):
     feeds = net.data()
     expected, result = run(model, feeds)["y"], run(exported.model, feeds)["y"]
     assert np.abs(result - expected).max() < 0.05 * np.abs(expected).max()
-
-
-def test_a_weight_that_is_already_balanced_is_not_balanced_twice():
-    net, model = residual()
-    factors, _ = balanced(net, model, ["first"])
-    once = fake_quant_model(model, net.bindings(), factors).model
-    ready = onnx.ModelProto()
-    ready.CopyFrom(model)
-    for tensor in ready.graph.initializer:
-        if tensor.name == "first.w":
-            heavier = numpy_helper.to_array(tensor) * factors["first"].balance.reshape(1, -1, 1, 1)
-            tensor.CopyFrom(numpy_helper.from_array(heavier, "first.w"))
-    factors["first"] = replace(factors["first"], weight_is_balanced=True)
-    again = fake_quant_model(ready, net.bindings(), factors).model
-    assert again == once
 
 
 @pytest.mark.parametrize(
@@ -202,9 +186,7 @@ def test_other_precisions_are_cast_around_the_layer(op_type, dtype):
     else:
         net.layer("AveragePool", "l", x, kernel_shape=[2, 2], outputs=["y"])
     model = net.model("y", dtype=kind)
-    factors = {
-        "l": LayerFactors(scale_d=0.03, offset_d=3, scale_w=np.full(1, 1.0 if op_type == "AveragePool" else 0.01))
-    }
+    factors = {"l": quantized(scale_d=0.03, offset_d=3, scale_w=np.full(1, 1.0 if op_type == "AveragePool" else 0.01))}
     exported = fake_quant_model(model, net.bindings(), factors).model
     onnx.checker.check_model(exported, full_check=True)
     casts = [node for node in exported.graph.node if node.op_type == "Cast"]
@@ -231,7 +213,7 @@ def test_half_precision_recurrent_layers_stay_half(kind):
     )
     model = net.model("y", dtype=TensorProto.FLOAT16)
     one = np.full(1, 0.01)
-    factors = LayerFactors(scale_d=0.03, offset_d=0, scale_w=one, scale_h=0.02, offset_h=0, scale_r=one)
+    factors = quantized(scale_d=0.03, offset_d=0, scale_w=one, scale_h=0.02, offset_h=0, scale_r=one)
     exported = fake_quant_model(model, net.bindings(), {"rnn": factors}).model
     onnx.checker.check_model(exported, full_check=True)  # types agree; onnxruntime has no half LSTM on the CPU
     node = next(node for node in exported.graph.node if node.op_type == kind)
@@ -274,6 +256,6 @@ def test_the_report_names_what_was_inserted():
 def test_a_bias_that_leaves_int32_is_refused_with_the_layer_s_name():
     net, model = residual()
     factors, _ = calibrate(net, model)
-    factors["first"] = replace(factors["first"], scale_d=1e-7, scale_w=np.full(1, 1e-7))
+    factors["first"] = changed(factors["first"], scale_d=1e-7, scale_w=np.full(1, 1e-7))
     with pytest.raises(ExportError, match='layer "first": the bias does not fit int32'):
         fake_quant_model(model, net.bindings(), factors)

@@ -6,10 +6,11 @@ import json
 
 import numpy as np
 import pytest
+from export_nets import quantized
 from onnx import TensorProto, helper, numpy_helper
 
 from amct.export.ascend import ascend_model
-from amct.export.binding import LayerFactors, bindings_by_name
+from amct.export.binding import bindings_by_name
 from amct.export.fake_quant import fake_quant_model
 
 SMALL = [
@@ -65,7 +66,7 @@ class Case:
         recurrent = {name: entry[name] for name in ("scale_h", "scale_r") if name in entry}
         if "offset_h" in entry:
             recurrent["offset_h"] = int(entry["offset_h"])
-        return LayerFactors(
+        return quantized(
             scale_d=entry["scale_d"],
             offset_d=int(entry["offset_d"]),
             act_bits=BITS[entry["act_type"]],

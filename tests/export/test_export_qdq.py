@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import onnx
 import pytest
-from export_nets import NETS, Net, calibrate, linear, residual, run, transposed
+from export_nets import NETS, Net, calibrate, changed, linear, quantized, residual, run, transposed
 from numpy_nets import FakeQuantReference
 from onnx import TensorProto, numpy_helper
 from test_export_fake_quant import balanced
 
 from amct.errors import ArgumentError, ExportError
-from amct.export.binding import LayerFactors
 from amct.export.qdq.exporter import observed_tensors, qdq_model
 from amct.export.request import Placement, Target
 from integer_kernels import KernelCount, count_integer_kernels
@@ -142,7 +139,7 @@ def test_types_of_the_targets():
     assert np.all(exact8["first.w.zero_point"] == 128)
     np.testing.assert_array_equal(vnni["first.w.quantized"].astype(int) + 128, exact8["first.w.quantized"])
     assert stored[Target.PORTABLE]["first.b.quantized"].dtype == np.int32
-    assert all(values["x.zero_point"] == factors["stem"].offset_d + 128 for values in stored.values())
+    assert all(values["x.zero_point"] == factors["stem"].input.zero_point + 128 for values in stored.values())
 
 
 def test_portable_keeps_weights_that_have_few_bits_already():
@@ -151,23 +148,6 @@ def test_portable_keeps_weights_that_have_few_bits_already():
     narrow = initializers(qdq_model(model, net.bindings(), factors, tensors=tensors).model)
     vnni = initializers(qdq_model(model, net.bindings(), factors, tensors=tensors, target=Target.VNNI).model)
     np.testing.assert_array_equal(narrow["first.w.quantized"], vnni["first.w.quantized"])
-
-
-def test_ready_integers_are_kept_or_their_loss_is_said():
-    net, model = residual()
-    factors, tensors = calibrate(net, model)
-    ready = np.random.default_rng(0).integers(-128, 128, (8, 8, 3, 3)).astype(np.int8)
-    factors["first"] = replace(factors["first"], integer_weight=ready)
-    kept = qdq_model(model, net.bindings(), factors, tensors=tensors, target=Target.VNNI)
-    np.testing.assert_array_equal(initializers(kept.model)["first.w.quantized"], ready)
-    assert kept.notes == ()
-    portable = qdq_model(model, net.bindings(), factors, tensors=tensors)
-    assert len(portable.notes) == 1
-    assert 'layer "first": its ready 8-bit integers' in portable.notes[0]
-    factors["first"] = replace(factors["first"], integer_weight=np.clip(ready, -64, 64))
-    fitting = qdq_model(model, net.bindings(), factors, tensors=tensors)
-    np.testing.assert_array_equal(initializers(fitting.model)["first.w.quantized"], np.clip(ready, -64, 64))
-    assert fitting.notes == ()
 
 
 # -- integer kernels ---------------------------------------------------------------------------------------------------
@@ -340,7 +320,7 @@ def test_layers_that_disagree_about_a_tensor_each_get_their_own_quantizer(tmp_pa
     net.add("Add", "sum", a, b, outputs=["y"])
     model = net.model("y")
     factors, tensors = calibrate(net, model)
-    factors["b"] = replace(factors["b"], scale_d=factors["b"].scale_d * 1.1)
+    factors["b"] = changed(factors["b"], scale_d=factors["b"].scale_d * 1.1)
     exported = qdq_model(model, net.bindings(), factors, tensors=tensors)
     steps = {
         node.name: initializers(exported.model)[node.input[1]].item()
@@ -451,7 +431,7 @@ def test_balance_folds_into_the_layer_before(tmp_path):
     stored, unfolded = initializers(exported), initializers(plain)
     np.testing.assert_array_equal(stored["first.w.quantized"], unfolded["first.w.quantized"])
     np.testing.assert_allclose(
-        stored["first.w.scale"] * factors["second"].balance, unfolded["first.w.scale"], rtol=2**-22
+        stored["first.w.scale"] * factors["second"].balance.numpy(), unfolded["first.w.scale"], rtol=2**-22
     )
     assert kernels(exported, tmp_path).share == 1
 
@@ -460,7 +440,7 @@ def test_balance_folds_into_the_layer_before(tmp_path):
 def test_half_precision_is_cast_around_the_quantizers(op_type):
     half = {"dtype": np.float16}
     net = Net()
-    factors = LayerFactors(
+    factors = quantized(
         scale_d=0.03, offset_d=3, scale_w=np.full(1, 0.01), scale_h=0.02, offset_h=0, scale_r=np.full(1, 0.01)
     )
     if op_type == "LSTM":
@@ -490,7 +470,7 @@ def test_a_weight_behind_a_transpose_is_found():
     w = net.add("Transpose", "turn", net.weight("w", 6, 8), perm=[1, 0])
     net.layer("MatMul", "fc", x, w, outputs=["y"])
     model = net.model("y")
-    factors = {"fc": LayerFactors(scale_d=0.03, offset_d=0, scale_w=np.full(6, 0.01))}
+    factors = {"fc": quantized(scale_d=0.03, offset_d=0, scale_w=np.full(6, 0.01))}
     exported = qdq_model(model, net.bindings(), factors, **EXACT8).model
     assert not any(node.op_type == "Transpose" for node in exported.graph.node)
     assert error(model, exported, net.data()) < 0.06
@@ -531,7 +511,7 @@ def test_a_clip_of_other_limits_is_not_absorbed(tmp_path):
     net.layer("Conv", "next", y, net.weight("next.w", 4, 4, 1, 1), outputs=["y"])
     model = net.model("y")
     factors, tensors = calibrate(net, model)
-    factors["next"] = replace(factors["next"], scale_d=0.01)
+    factors["next"] = changed(factors["next"], scale_d=0.01)
     exported = qdq_model(model, net.bindings(), factors, tensors=tensors).model
     assert kernels(exported, tmp_path).share == 1
     assert error(model, exported, net.data()) < 0.06

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import onnx
 import pytest
-from export_nets import Net, calibrate, recurrent, residual, run, transposed
+from export_nets import Net, calibrate, changed, recurrent, residual, run, transposed
 from onnx import numpy_helper
 from transformer_nets import NORMALIZATIONS, TOKENS, audio_encoder, vision_transformer
 
@@ -222,7 +220,7 @@ def test_a_sum_of_many_branches_is_rounded_once():
     feeds = net.data()
     simulated = run(model_with_output(fake_quant_model(model, net.bindings(), factors).model, "sum3_out"), feeds)
     result = run(model_with_output(exported.model, "sum3_out"), feeds)
-    steps = [tensors[name].scale for name in ("stem_out", *(f"branch{index}_out" for index in range(4)))]
+    steps = [tensors[name].step for name in ("stem_out", *(f"branch{index}_out" for index in range(4)))]
     noise = np.square(result["sum3_out"] - simulated["sum3_out"]).mean()
     assert noise < 1.2 * sum(step**2 / 12 for step in steps)
 
@@ -260,7 +258,10 @@ def test_probabilities_of_many_alternatives_stay_float(count, is_quantized):
 def test_observed_probabilities_decide_by_their_own_step():
     net, model = probabilities(TOKENS)
     factors, tensors = calibrate(net, model)
-    fine = {**tensors, **{name: replace(tensors[name], scale=1e-3) for name in ("soft_out", "dropped_out")}}
+    fine = {
+        **tensors,
+        **{name: tensors[name].moved(1e-3, tensors[name].zero_point) for name in ("soft_out", "dropped_out")},
+    }
     assert "soft_out" in observed_tensors(model, net.bindings())
     assert "dropped_out" in quantized_outputs(qdq_model(model, net.bindings(), factors, tensors=fine).model)
 
@@ -303,21 +304,8 @@ def test_a_convolution_in_front_of_a_float_layer_keeps_the_step_of_the_record():
     net.layer("ConvTranspose", "up", y, net.weight("up.w", 4, 2, 2, 2), outputs=["y"])
     model = net.model("y")
     factors, tensors = calibrate(net, model)
-    factors["up"] = replace(factors["up"], scale_d=0.125)
+    factors["up"] = changed(factors["up"], scale_d=0.125)
     exported = qdq_model(model, net.bindings(), factors, tensors=tensors).model
     steps = [numpy_helper.to_array(each) for each in exported.graph.initializer if each.name == "conv_out.scale"]
     assert steps == [0.125]
     assert "conv_out" not in observed_tensors(model, net.bindings())
-
-
-def test_a_float_layer_whose_stored_weight_is_balanced_divides_its_input():
-    net, model = transposed()
-    factors, tensors = calibrate(net, model)
-    balance = np.linspace(0.5, 2, 6).astype(np.float32)
-    weight = next(tensor for tensor in model.graph.initializer if tensor.name == "up.w")
-    before = run(model, net.data())["y"]
-    values = np.frombuffer(weight.raw_data, np.float32).reshape(6, 8, 2, 2) * balance[:, None, None, None]
-    weight.raw_data = values.tobytes()
-    factors["up"] = replace(factors["up"], balance=balance, weight_is_balanced=True)
-    exported = qdq_model(model, net.bindings(), factors, tensors=tensors)
-    np.testing.assert_allclose(run(exported.model, net.data())["y"], before, rtol=1e-5, atol=1e-5)

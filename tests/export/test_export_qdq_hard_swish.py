@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
-from amct.export.binding import TensorFactors
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.qdq import placement
 from amct.export.qdq.exporter import observed_tensors, qdq_model
 from amct.export.qdq.value_limits import raised_to, without_effect_below
+from amct.numerics.qparams import QParams
 
 
 def operator(net, x):
@@ -53,7 +53,7 @@ def step(model, tensor):
 def test_the_range_of_a_convolution_begins_where_its_hard_swish_does(form, monkeypatch):
     net, model = network(form)
     factors, tensors = calibrate(net, model)
-    low, high = ((limit - tensors["first_out"].zero_point) * tensors["first_out"].scale for limit in (-128, 127))
+    low, high = ((limit - tensors["first_out"].zero_point) * tensors["first_out"].step for limit in (-128, 127))
     assert low < -10
     exported = qdq_model(model, net.bindings(), factors, tensors=tensors).model
     assert step(exported, "first_out") == pytest.approx((high + 3) / 254, rel=1e-5)
@@ -94,13 +94,13 @@ def test_a_constant_factor_in_front_of_a_layer_is_no_second_rounding():
 
 @given(scale=st.floats(1e-3, 10), zero_point=st.integers(-128, 127), floor=st.floats(-500, 0, allow_subnormal=False))
 def test_a_raised_range_has_its_floor_zero_and_the_same_top(scale, zero_point, floor):
-    factors = TensorFactors(scale=scale, zero_point=zero_point)
+    factors = QParams.of(scale, zero_point)
     raised = raised_to(factors, floor)
-    low, high = ((limit - raised.zero_point) * raised.scale for limit in (-128, 127))
+    low, high = ((limit - raised.zero_point) * raised.step for limit in (-128, 127))
     slack = 1e-6 * (high - low)
     assert high >= (127 - zero_point) * scale - slack
-    assert raised.scale <= scale * (1 + 1 / 254) + slack
+    assert raised.step <= scale * (1 + 1 / 254) + slack
     if raised != factors:
         assert low <= floor + slack
-        assert low >= floor - raised.scale - slack
+        assert low >= floor - raised.step - slack
         assert -128 <= raised.zero_point <= 127

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from export_nets import Net, calibrate, run
+import torch
+from export_nets import Net, calibrate, changed, run
 from onnx import TensorProto
 
 from amct.export.qdq.exporter import observed_tensors, qdq_model
@@ -80,7 +81,7 @@ def test_the_means_of_the_padded_input_correct_the_bias():
     mean = tuple(np.linspace(-1, 1, 6).tolist())
     files = []
     for each, name in ((model, "frame_out"), (by_hand, "leaky_out")):
-        known = {**tensors, name: replace(tensors["frame_out"], mean=mean)}
+        known = {**tensors, name: replace(tensors["frame_out"], mean=torch.tensor(mean))}
         files.append(qdq_model(each, net.bindings(), factors, tensors=known).model)
     without = qdq_model(model, net.bindings(), factors, tensors=tensors).model
     got, wanted, plain = (run(each, net.data())["y"] for each in (*files, without))
@@ -133,7 +134,7 @@ def test_layers_that_share_the_unpadded_tensor_decide_by_their_factors(differs):
     model = net.model("y", "z")
     factors, tensors = calibrate(net, model)
     if differs:
-        factors["third"] = replace(factors["third"], scale_d=factors["third"].scale_d * 1.2)
+        factors["third"] = changed(factors["third"], scale_d=factors["third"].scale_d * 1.2)
     exported = qdq_model(model, net.bindings(), factors, tensors=tensors).model
     assert ("Pad" in operators(exported)) is differs
     quantized = [node.input[0] for node in exported.graph.node if node.op_type == "QuantizeLinear"]

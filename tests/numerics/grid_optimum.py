@@ -1,4 +1,4 @@
-"""The best centres on an integer grid: the iterations of ``grid_clusters`` are measured by them.
+"""The best centres on an integer grid: the iterations of ``snq`` are measured by them.
 
 Found by dynamic programming: the cost is a sum over neighbouring pairs of centres, so the cheapest chain of n centres
 is found by extending the cheapest chains of n - 1.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from amct.numerics.counts.compiled import compiled
-from amct.numerics.grid_clusters import LIMIT, Floats, Integers, _left_cost, _pair_cost, _right_cost
+from amct.numerics.snq import LIMIT, Floats, Integers, _left_cost, _pair_cost, _right_cost
 
 
 @compiled

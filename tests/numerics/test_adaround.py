@@ -11,8 +11,9 @@ from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.adaround.learning import AdaRoundLayer, CachedData, adaround
 from amct.numerics.adaround.scale import initial_scale, least_error_scale
 from amct.numerics.adaround.soft_rounding import Learning
-from amct.numerics.arq import WeightFactors, WeightKind, channels_first
+from amct.numerics.arq import WeightKind, channels_first
 from amct.numerics.integer import ConvolutionGeometry
+from amct.numerics.qparams import QParams
 
 LAYERS = [
     pytest.param(None, (12, 20), (256, 20), id="linear"),
@@ -69,7 +70,7 @@ def test_the_result_is_on_the_grid_and_better_than_nearest(geometry, weight_shap
     result = run(layer, data, quick(fast=fast))
     assert result.notes == ()
     rows, integers = (channels_first(t, layer.kind, layer.groups) for t in (layer.weight, result.integers))
-    scale = result.factors.scale[:, None]
+    scale = result.qparams.scale[:, None]
     steps = rows * scale.reciprocal()
     assert result.integers.dtype == torch.int8
     assert integers.min() >= -8
@@ -88,7 +89,7 @@ def test_any_number_of_bits_and_one_scale_for_all(geometry, weight_shape, input_
     layer, data = problem(geometry, weight_shape, input_shape)
     for fast in (False, True):
         result = run(layer, data, quick(num_bits=bits, fast=fast, channel_wise=False))
-        assert result.factors.scale.shape == (1,)
+        assert result.qparams.scale.shape == (1,)
         assert int(result.integers.min()) >= -(2 ** (bits - 1))
         assert int(result.integers.max()) < 2 ** (bits - 1)
         assert result.final_loss <= result.initial_loss
@@ -144,7 +145,7 @@ def test_a_worse_rounding_is_not_returned():
 def test_no_iterations_round_to_nearest():
     layer, data = problem(None, (12, 20), (256, 20))
     result = run(layer, data, quick(num_iteration=0))
-    steps = (layer.weight / result.factors.scale[:, None]).clamp(-8, 7)
+    steps = (layer.weight / result.qparams.scale[:, None]).clamp(-8, 7)
     assert ((result.integers - steps).abs() <= 0.5 + 1e-5).all()
 
 
@@ -182,11 +183,11 @@ def test_data_may_come_from_anywhere_in_half_precision():
     assert result.final_loss < result.initial_loss
 
 
-def test_given_factors_are_used():
+def test_given_parameters_are_used():
     layer, data = problem(None, (12, 20), (256, 20))
-    factors = WeightFactors(torch.tensor([0.05]), torch.zeros(1, dtype=torch.int32))
-    result = run(layer, data, quick(), factors=factors)
-    assert result.factors is factors
+    given = QParams.of([0.05], bits=4)
+    result = run(layer, data, quick(), qparams=given)
+    assert result.qparams is given
     assert result.weight.numpy() == pytest.approx((result.integers * 0.05).numpy())
 
 

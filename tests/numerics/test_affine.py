@@ -23,7 +23,7 @@ from amct.numerics.affine import (
     round_scale_to_fp16,
     scale_and_offset,
 )
-from amct.numerics.observer import ActivationFactors
+from amct.numerics.qparams import Observed
 
 FULL, NEGATIVE = SymmetricScale.FULL_RANGE, SymmetricScale.NEGATIVE_SIDE
 BITS = [2, 4, 7, 8, 9, 12, 15, 16]
@@ -105,12 +105,12 @@ def test_a_single_range_has_the_factors_of_a_range_among_channels(asymmetric, po
     limits = small * torch.tensor([min(a, b), max(a, b)], dtype=torch.float64)
     settings = {"bits": bits, "asymmetric": asymmetric, "symmetric_scale": policy}
     try:
-        channel = ActivationFactors.from_range(limits[:1], limits[1:], **settings)
+        channel = Observed.from_range(limits[:1], limits[1:], **settings)
     except CalibrationError:
         with pytest.raises(CalibrationError, match="too large"):
-            ActivationFactors.from_range(limits[0], limits[1], **settings)
+            Observed.from_range(limits[0], limits[1], **settings)
         return
-    alone = ActivationFactors.from_range(limits[0], limits[1], **settings)
+    alone = Observed.from_range(limits[0], limits[1], **settings)
     for name in ("scale", "offset", "clip_min", "clip_max", "near_zero"):
         one, other = getattr(alone, name), getattr(channel, name)
         assert (one.dtype, one.ndim, one.item()) == (other.dtype, 0, other.item()), name

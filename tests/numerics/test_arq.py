@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +16,16 @@ from amct.errors import ArgumentError, CalibrationError
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import SymmetricScale, quantize_bias
 from amct.numerics.arq import (
-    WeightFactors,
     WeightKind,
     arq,
     channels_first,
-    factors_per_row,
     fake_quantize_weight,
     from_channels_first,
     quantize_weight,
     reorder_gates,
 )
 from amct.numerics.fold import ChannelAffine, fold_after
+from amct.numerics.qparams import QParams
 
 LSTM_GATES, GRU_GATES = LayerKind.LSTM.onnx_gates, LayerKind.GRU.onnx_gates
 
@@ -71,8 +71,8 @@ def random_weight(shape, seed=0):
 def test_per_channel_is_the_numpy_formula(shape, kind, groups, bits, policy):
     weight = random_weight(shape)
     factors = arq(weight, kind=kind, bits=bits, groups=groups, symmetric_scale=policy)
-    integers = quantize_weight(weight, factors, kind, bits, groups)
-    fake = fake_quantize_weight(weight, factors, kind, bits, groups)
+    integers = quantize_weight(weight, factors, kind, groups)
+    fake = fake_quantize_weight(weight, factors, kind, groups)
     assert integers.dtype is torch.int8
     assert not factors.offset.any()
     for channel, where in enumerate(output_slices(shape, kind, groups)):
@@ -92,7 +92,7 @@ def test_per_tensor_is_the_numpy_formula(shape, kind, groups):
     scale = numpy_scale(weight.numpy(), 8, SymmetricScale.NEGATIVE_SIDE)
     assert factors.scale.tolist() == [scale]
     steps = np.clip(np.rint(weight.numpy() * (np.float32(1) / scale)), -128, 127)
-    np.testing.assert_array_equal(quantize_weight(weight, factors, kind, 8, groups).numpy(), steps)
+    np.testing.assert_array_equal(quantize_weight(weight, factors, kind, groups).numpy(), steps)
 
 
 @pytest.mark.parametrize(("shape", "kind", "groups"), LAYOUTS)
@@ -138,8 +138,8 @@ def test_laws(weight, bits, policy, channel_wise):
     tensor = torch.from_numpy(weight)
     arguments = {"kind": CONV, "bits": bits, "channel_wise": channel_wise, "symmetric_scale": policy}
     factors = arq(tensor, **arguments)
-    integers = quantize_weight(tensor, factors, CONV, bits)
-    fake = fake_quantize_weight(tensor, factors, CONV, bits)
+    integers = quantize_weight(tensor, factors, CONV)
+    fake = fake_quantize_weight(tensor, factors, CONV)
     assert (integers[tensor == 0] == 0).all()
     # No value moves by more than half a step (three float32 roundings on top); with the negative side in charge a
     # positive value of nearly the same size is cut to the largest integer, one step away.
@@ -147,14 +147,14 @@ def test_laws(weight, bits, policy, channel_wise):
     steps = torch.where(tensor > 0, 1.0, 0.5) if policy is SymmetricScale.NEGATIVE_SIDE else 0.5
     assert ((fake - tensor).abs() <= scale * (steps + 3 * 2.0**-24 * 2**bits)).all()
     # quantizing twice is quantizing once
-    assert torch.equal(fake_quantize_weight(fake, factors, CONV, bits), fake)
+    assert torch.equal(fake_quantize_weight(fake, factors, CONV), fake)
     # equivariance under powers of two, away from the smallest legal scale; tinier weights have scale 1, as zeros have
     size = channels_first(tensor, CONV).abs().amax(1) if channel_wise else tensor.abs().amax()
     if (factors.scale > 1e-3).all() and ((size > 1e-3) | (size == 0)).all():
         doubled = arq(tensor * 2, **arguments)
         degenerate = channels_first(tensor, CONV).abs().amax(1) == 0 if channel_wise else (tensor == 0).all()
         assert torch.equal(doubled.scale, torch.where(degenerate, factors.scale, factors.scale * 2))
-        assert torch.equal(quantize_weight(tensor * 2, doubled, CONV, bits), integers)
+        assert torch.equal(quantize_weight(tensor * 2, doubled, CONV), integers)
 
 
 def test_degenerate_channels_get_scale_one():
@@ -198,9 +198,9 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ArgumentError, match=r"bits: weights have 2..8 bits, got 9"):
         arq(weight, kind=LINEAR, bits=9)
     with pytest.raises(ArgumentError, match="bits: weights have"):
-        quantize_weight(weight, arq(weight, kind=LINEAR), LINEAR, 16)
+        quantize_weight(weight, replace(arq(weight, kind=LINEAR), bits=16), LINEAR)
     with pytest.raises(ArgumentError, match="bits: weights have"):
-        fake_quantize_weight(weight, arq(weight, kind=LINEAR), LINEAR, 1)
+        fake_quantize_weight(weight, replace(arq(weight, kind=LINEAR), bits=1), LINEAR)
     with pytest.raises(ArgumentError, match=r"groups: expected a positive divisor.*\[4, 6\], got 3"):
         arq(weight, kind=TRANSPOSE, groups=3)
     with pytest.raises(ArgumentError, match="groups: expected 1 for a linear weight, got 2"):
@@ -210,9 +210,9 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ArgumentError, match=r"one value, got shape \[0, 6\]"):
         arq(weight[:0], kind=LINEAR)
     with pytest.raises(ArgumentError, match="3 scales do not fit 4 output channels"):
-        quantize_weight(weight, WeightFactors(torch.ones(3), torch.zeros(3)), LINEAR)
+        quantize_weight(weight, QParams.symmetric(torch.ones(3)), LINEAR)
     with pytest.raises(ArgumentError, match="0 scales do not fit"):
-        factors_per_row(WeightFactors(torch.ones(0), torch.zeros(0)), 4)
+        QParams.symmetric(torch.ones(0)).per_row(4)
     with pytest.raises(ArgumentError, match=r"rows of shape \[4, 5\] do not fit a linear weight of shape \[4, 6\]"):
         from_channels_first(weight[:, :5], weight.shape, LINEAR)
     with pytest.raises(ArgumentError, match=r"rows of 4 gates of equal size, got shape \[6\]"):

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amct.errors import CalibrationError
-from amct.numerics.arq import WeightFactors, WeightKind
+from amct.numerics.arq import WeightKind
+from amct.numerics.qparams import QParams
 from amct.numerics.rounding.error_cancelling import quantize_weight_cancelling_errors, round_cancelling_errors
 
 shapes = st.sampled_from([(3, 5), (1, 1), (4, 3, 3, 3), (6, 1, 5, 5), (2, 7, 4)])
@@ -79,7 +80,7 @@ def test_weights_of_transposed_convolutions_are_rounded_output_by_output(groups)
     """[Cin, Cout / groups, ...]: moved to outputs first, rounded, and moved back."""
     weight = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(0))
     scale = torch.linspace(0.01, 0.03, 4 * groups)
-    factors = WeightFactors(scale, torch.zeros(4 * groups, dtype=torch.int32))
+    factors = QParams.symmetric(scale)
     found = quantize_weight_cancelling_errors(weight, factors, WeightKind.CONV_TRANSPOSE, groups=groups)
     inputs = 6 // groups
     for group in range(groups):
@@ -92,18 +93,18 @@ def test_weights_of_transposed_convolutions_are_rounded_output_by_output(groups)
 def test_linear_weights_with_one_scale():
     weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
     scale = torch.tensor([0.02])
-    factors = WeightFactors(scale, torch.zeros(1, dtype=torch.int32))
+    factors = QParams.symmetric(scale)
     found = quantize_weight_cancelling_errors(weight, factors, WeightKind.LINEAR)
     assert torch.equal(found, round_cancelling_errors(weight, scale, 8))
 
 
 def test_a_grid_with_an_offset_takes_the_nearest():
     weight = torch.tensor([[0.4, 0.45, 0.3, 1.0]])
-    factors = WeightFactors(torch.ones(1), torch.ones(1, dtype=torch.int32))
+    factors = QParams.of([1.0], [1])
     assert quantize_weight_cancelling_errors(weight, factors, WeightKind.LINEAR).tolist() == [[1, 1, 1, 2]]
 
 
 def test_nan_is_refused():
-    factors = WeightFactors(torch.ones(1), torch.zeros(1, dtype=torch.int32))
+    factors = QParams.of([1.0])
     with pytest.raises(CalibrationError, match="NaN cannot be quantized"):
         quantize_weight_cancelling_errors(torch.full((2, 2), torch.nan), factors, WeightKind.LINEAR)

@@ -20,13 +20,13 @@ from amct.numerics.hfmg import HfmgObserver, LinearHistogram, _losses, _losses_b
 from amct.numerics.settings import HfmgSettings
 
 if TYPE_CHECKING:
-    from amct.numerics.observer import ActivationFactors
+    from amct.numerics.qparams import Observed
 
 BINS = 1024
 MODERATE = hnp.arrays(np.float32, st.integers(2, 200), elements=st.floats(-100, 100, width=32))
 
 
-def observed(*batches: torch.Tensor, channel_axis: int | None = None, **settings: object) -> ActivationFactors:
+def observed(*batches: torch.Tensor, channel_axis: int | None = None, **settings: object) -> Observed:
     observer = HfmgObserver(HfmgSettings(**{"num_of_bins": BINS, **settings}), channel_axis=channel_axis)
     for batch in batches:
         observer.observe(batch)

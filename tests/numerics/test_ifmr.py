@@ -19,7 +19,7 @@ from amct.numerics.min_max import MinMaxObserver
 from amct.numerics.settings import IfmrSettings
 
 if TYPE_CHECKING:
-    from amct.numerics.observer import ActivationFactors
+    from amct.numerics.qparams import Observed
 
 MODES = [pytest.param(True, id="asymmetric"), pytest.param(False, id="symmetric")]
 MODERATE = hnp.arrays(np.float32, st.integers(2, 200), elements=st.floats(-100, 100, width=32))
@@ -27,7 +27,7 @@ MODERATE = hnp.arrays(np.float32, st.integers(2, 200), elements=st.floats(-100, 
 
 def observed(
     *batches: torch.Tensor, scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE, **settings: object
-) -> ActivationFactors:
+) -> Observed:
     observer = IfmrObserver(IfmrSettings(**settings), symmetric_scale=scale)
     for batch in batches:
         observer.observe(batch)

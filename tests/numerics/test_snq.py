@@ -13,16 +13,16 @@ from hypothesis.extra import numpy as hnp
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
 from amct.numerics import snq as snq_module
 from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale
-from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first
-from amct.numerics.grid_clusters import half_step_moments
+from amct.numerics.arq import WeightKind, arq, channels_first, from_channels_first
 from amct.numerics.integer import integer_linear
+from amct.numerics.qparams import QParams
 from amct.numerics.settings import SnqSettings
 from amct.numerics.snq import (
     CLUSTERS,
     ClusteredWeight,
     absorb_multiplier,
     decode,
-    dequantize_clusters,
+    half_step_moments,
     pack_nibbles,
     snq,
     unpack_nibbles,
@@ -45,6 +45,12 @@ def heavy_tailed(shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).standard_t(4, shape).astype(np.float32))
 
 
+def dequantize_clusters(clustered, kind, groups=1):
+    integers = decode(clustered.indices, clustered.table, kind, groups)
+    rows = channels_first(integers, kind, groups).float() * clustered.qparams.scale.reshape(-1, 1)
+    return from_channels_first(rows, integers.shape, kind, groups)
+
+
 def cost(weight, clustered, kind, groups=1):
     return ((dequantize_clusters(clustered, kind, groups).double() - weight.double()) ** 2).sum().item()
 
@@ -61,7 +67,7 @@ def test_every_weight_gets_the_nearest_of_16_int8_values(shape, kind, groups, ch
     factors = arq(
         weight, kind=kind, channel_wise=channel_wise, groups=groups, symmetric_scale=SymmetricScale.FULL_RANGE
     )
-    assert torch.equal(result.factors.scale, factors.scale)
+    assert torch.equal(result.qparams.scale, factors.scale)
     assert result.table.dtype is torch.int8
     assert result.table.shape == (tables, CLUSTERS)
     assert (result.table[:, 1:].int() - result.table[:, :-1].int() > 0).all()
@@ -85,7 +91,7 @@ def test_nothing_beats_the_optimum(channel_wise, seed):
         for start in STARTS
     }
     costs = [cost(weight, clustered, LINEAR) for clustered in found.values()]
-    factors = found["uniform"].factors
+    factors = found["uniform"].qparams
     rows = weight.reshape(factors.scale.numel(), -1).numpy()
     tables = [
         optimal_centres(half_step_moments(row, scale), CLUSTERS)
@@ -140,7 +146,7 @@ def test_laws(start, weight, power, order):
     settings = SnqSettings(init_algo=start)
     result = snq(tensor, kind=LINEAR, settings=settings)
     scaled = snq(tensor * 2.0**power, kind=LINEAR, settings=settings)
-    assert torch.equal(scaled.factors.scale, result.factors.scale * 2.0**power)
+    assert torch.equal(scaled.qparams.scale, result.qparams.scale * 2.0**power)
     assert torch.equal(scaled.table, result.table)
     assert torch.equal(scaled.indices, result.indices)
     shuffled = snq(tensor[:, order], kind=LINEAR, settings=settings)
@@ -189,7 +195,7 @@ def test_other_precisions_are_clustered_as_float32(dtype):
 def test_the_negative_side_may_set_the_scale():
     weight = torch.linspace(-1, 0.5, 60).reshape(1, -1)
     result = snq(weight, kind=LINEAR, symmetric_scale=SymmetricScale.NEGATIVE_SIDE)
-    assert result.factors.scale.item() == 1 / 128
+    assert result.qparams.scale.item() == 1 / 128
     assert result.table.min() >= -127  # a table can always be negated
 
 
@@ -242,8 +248,8 @@ def test_a_multiplier_is_absorbed(channel_wise, multiplier):
     factor = torch.tensor(multiplier)
     result = absorb_multiplier(clustered, factor)
     assert torch.equal(result.indices, clustered.indices)
-    assert (result.factors.scale >= SMALLEST_SCALE).all()
-    assert result.factors.scale.shape == (3,)
+    assert (result.qparams.scale >= SMALLEST_SCALE).all()
+    assert result.qparams.scale.shape == (3,)
     expected = dequantize_clusters(clustered, LINEAR).double() * factor[:, None].double()
     # Two float32 roundings of a product, or a channel that counts as zero.
     slack = 2 * 2.0**-24 * expected.abs() + 127 * SMALLEST_SCALE * (factor.abs() < 1e-6)[:, None]
@@ -278,7 +284,7 @@ def test_what_cannot_be_packed():
 
 def test_a_clustered_weight_is_plain_data():
     clustered = ClusteredWeight(
-        WeightFactors(torch.tensor([0.5]), torch.zeros(1, dtype=torch.int32)),
+        QParams.of([0.5]),
         torch.arange(16, dtype=torch.int8).reshape(1, -1),
         torch.tensor([[3, 15]], dtype=torch.uint8),
     )

@@ -140,10 +140,10 @@ def test_the_factors_are_those_of_the_pytorch_door_on_the_same_net(quantized):
     assert quantized.layers == tuple(names)
     same_records(quantized.record, theirs.record, names)
     # What the QDQ file asks for beside the record, under the names of each file: the same ranges, and the same means.
-    ours, others = (sorted(each._tensors.values(), key=lambda found: found.scale) for each in (quantized, theirs))
+    ours, others = (sorted(each._tensors.values(), key=lambda found: found.step) for each in (quantized, theirs))
     for mine, other in zip(ours, others, strict=True):
         assert mine.zero_point == other.zero_point
-        assert mine.scale == pytest.approx(other.scale, rel=1000 * 2**-24)
+        assert mine.step == pytest.approx(other.step, rel=1000 * 2**-24)
         assert (mine.mean is None) == (other.mean is None)
         if mine.mean is not None:
             np.testing.assert_allclose(mine.mean, other.mean, rtol=1e-4, atol=1e-5)  # stored with 6 digits

@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from amct.calibration import CalibrationResult, Ranks
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig
-    from amct.export.binding import TensorFactors
     from amct.export.check.losses import Reference
     from amct.export.request import SaveRequest
+    from amct.numerics.qparams import Observed
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import ComparedModel
     from amct.pipeline.flow import AnyResume
@@ -227,7 +227,7 @@ class CaffePreparation:
         self,
         request: SaveRequest,
         record: CaffeRecord,
-        tensors: Mapping[str, TensorFactors] | None,
+        tensors: Mapping[str, Observed] | None,
         reference: Reference | None,
     ) -> CaffeFiles:
         """The model as files."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from amct.calibration.session import CalibrationResult
     from amct.config.plan import LayerPlan
     from amct.config.ptq.kv_cache import KvCacheLayerPlan
-    from amct.numerics.observer import ActivationFactors
+    from amct.numerics.qparams import Observed
     from amct.record import CaffeRecord, Record
 
 
@@ -36,7 +36,7 @@ def complete_record(record: Record, result: CalibrationResult) -> Record:
     return record.with_layers({name: _with_activations(entry, result.layers[name]) for name, entry in record.items()})
 
 
-def _with_activations(entry: LayerRecord, factors: Mapping[str, ActivationFactors]) -> LayerRecord:
+def _with_activations(entry: LayerRecord, factors: Mapping[str, Observed]) -> LayerRecord:
     found = factors[INPUT]
     entry = replace(entry, scale_d=float(found.scale), offset_d=int(found.offset), act_type=f"INT{found.bits}")
     hidden = factors.get(HIDDEN)
@@ -64,7 +64,7 @@ def kv_cache_entries(result: CalibrationResult) -> dict[str, KvCacheRecord]:
     return {layer: _kv_cache_entry(found[OUTPUT]) for layer, found in result.layers.items()}
 
 
-def _kv_cache_entry(factors: ActivationFactors) -> KvCacheRecord:
+def _kv_cache_entry(factors: Observed) -> KvCacheRecord:
     return KvCacheRecord(
         scale=tuple(factors.scale.reshape(-1).tolist()), offset=tuple(factors.offset.reshape(-1).tolist())
     )
@@ -89,7 +89,7 @@ def caffe_inputs(result: CalibrationResult) -> dict[str, list[DataFactors]]:
     }
 
 
-def _data_factors(index: int, factors: ActivationFactors, shape: Sequence[int]) -> DataFactors:
+def _data_factors(index: int, factors: Observed, shape: Sequence[int]) -> DataFactors:
     sizes = dict(zip(("channels", "height", "width"), shape[1:], strict=True)) if len(shape) == IMAGE_AXES else {}
     return DataFactors(
         index=index, scale=float(factors.scale), offset=int(factors.offset), num_bits=factors.bits, **sizes

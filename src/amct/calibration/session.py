@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.calibration.factor_arrays import factors_as_arrays, factors_from_arrays
 from amct.calibration.ranks import ALONE, Meeting, Ranks, fingerprint
 from amct.calibration.session_bar import ProgressBar
 from amct.calibration.streams import (
@@ -38,6 +37,7 @@ from amct.calibration.streams import (
 from amct.config.plan import OPEN_ENDED
 from amct.errors import ArgumentError, CalibrationError, did_you_mean
 from amct.numerics.observer import MergeableObserver
+from amct.numerics.qparams import Observed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.calibration.ranks import Arrays
-    from amct.numerics.observer import ActivationFactors, TensorObserver
+    from amct.numerics.observer import TensorObserver
     from amct.record import Progress
 
 __all__ = ["HIDDEN", "INPUT", "OPEN_ENDED", "OUTPUT", "CalibrationResult", "CalibrationSession", "Stream"]
@@ -61,8 +61,8 @@ class CalibrationResult:
     ``shapes`` has the shape of the last tensor of each stream.
     """
 
-    layers: Mapping[str, Mapping[str, ActivationFactors]]
-    tensors: Mapping[str, ActivationFactors] = field(default_factory=dict)
+    layers: Mapping[str, Mapping[str, Observed]]
+    tensors: Mapping[str, Observed] = field(default_factory=dict)
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
@@ -395,7 +395,7 @@ class CalibrationSession(ObservedTensors):
 def _result_of(
     layers: Mapping[str, Mapping[str, Watched]], beat: Callable[[], None] = lambda: None
 ) -> CalibrationResult:
-    def factors(each: Watched) -> ActivationFactors:
+    def factors(each: Watched) -> Observed:
         beat()
         return each.factors()
 
@@ -423,12 +423,12 @@ def _result_as_arrays(result: CalibrationResult, tensors: Sequence[str]) -> Arra
     arrays: Arrays = {}
     streams = [(layer, name) for layer, own in result.layers.items() for name in own]
     for number, (layer, name) in enumerate(streams):
-        found = factors_as_arrays(result.layers[layer][name])
+        found = result.layers[layer][name].as_arrays()
         arrays |= {f"{number}/{key}": array for key, array in found.items()}
         arrays[f"{number}/shape"] = np.array(result.shapes[layer][name], np.int64)
     for number, name in enumerate(tensors):
         if name in result.tensors:
-            found = factors_as_arrays(result.tensors[name])
+            found = result.tensors[name].as_arrays()
             arrays |= {f"tensor {number}/{key}": array for key, array in found.items()}
     return arrays
 
@@ -437,14 +437,14 @@ def _result_from_arrays(
     arrays: Arrays, layers: Mapping[str, Mapping[str, Watched]], tensors: Sequence[str]
 ) -> CalibrationResult:
     streams = [(layer, name) for layer, own in layers.items() for name in own]
-    found: dict[str, dict[str, ActivationFactors]] = {layer: {} for layer in layers}
+    found: dict[str, dict[str, Observed]] = {layer: {} for layer in layers}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {layer: {} for layer in layers}
     for number, (layer, name) in enumerate(streams):
         part = _part(arrays, f"{number}/")
         shapes[layer][name] = tuple(part.pop("shape").tolist())
-        found[layer][name] = factors_from_arrays(part)
+        found[layer][name] = Observed.from_arrays(part)
     parts = {name: _part(arrays, f"tensor {number}/") for number, name in enumerate(tensors)}
-    between = {name: factors_from_arrays(part) for name, part in parts.items() if part}
+    between = {name: Observed.from_arrays(part) for name, part in parts.items() if part}
     return CalibrationResult(layers=found, tensors=between, shapes=shapes)
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.calibration.ranks import Arrays
-    from amct.numerics.observer import ActivationFactors, Observer, TensorObserver
+    from amct.numerics.observer import Observer, TensorObserver
+    from amct.numerics.qparams import Observed
     from amct.numerics.settings import ActivationSettings
     from amct.record import Progress
 
@@ -91,7 +92,7 @@ class Watched:
     _seen: int = 0
     _last: int = -1
     """The number, among the batches of all processes, of the last one observed."""
-    _found: ActivationFactors | None = None
+    _found: Observed | None = None
     _begin_batch: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
@@ -153,7 +154,7 @@ class Watched:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s: %d/%d batches", self.stream.described, self.seen, self.needed)
 
-    def factors(self) -> ActivationFactors:
+    def factors(self) -> Observed:
         """Return the factors; they are computed once, and the observer and its data are then freed."""
         if self._found is None:
             self._found = self._search() if self.leader is None else self.leader.factors()
@@ -162,7 +163,7 @@ class Watched:
                 logger.warning("%s: all values are (as good as) zero, so the scale is 1", self.stream.described)
         return self._found
 
-    def _search(self) -> ActivationFactors:
+    def _search(self) -> Observed:
         assert self.observer is not None, "searched once"
         try:
             found = self.observer.result()
@@ -283,13 +284,13 @@ class ObservedTensors:
         if self._tensors.pop(name, None) is not None:
             logger.info('tensor "%s" is not observed: %s', name, reason)
 
-    def tensor_factors(self) -> dict[str, ActivationFactors]:
+    def tensor_factors(self) -> dict[str, Observed]:
         """The factors of the tensors that were seen."""
         seen = {name: observer for name, observer in self._tensors.items() if observer.batches}
         return {name: factors for name, observer in seen.items() if (factors := _factors(name, observer))}
 
 
-def _factors(name: str, observer: TensorObserver) -> ActivationFactors | None:
+def _factors(name: str, observer: TensorObserver) -> Observed | None:
     try:
         return observer.result()
     except AmctError as error:

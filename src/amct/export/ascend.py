@@ -42,10 +42,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
-    from amct.export.binding import LayerBinding, LayerFactors
+    from amct.export.binding import LayerBinding
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.kept_weights import KeptWeights
     from amct.export.onnx.layer import Layer
+    from amct.numerics.qparams import LayerQParams, QParams
 
 _RECURRENT_OPERATOR = {
     LayerKind.LSTM: "BasicLSTMInplaceFillWindowCache",
@@ -58,7 +59,7 @@ _CHANNEL_IN_AXIS = {LayerKind.CONV: 1, LayerKind.CONV_TRANSPOSE: 0, LayerKind.LI
 def ascend_model(
     model: ModelProto,
     bindings: Sequence[LayerBinding],
-    factors: Mapping[str, LayerFactors],
+    factors: Mapping[str, LayerQParams],
     *,
     kept: KeptWeights | None = None,
 ) -> ExportedModel:
@@ -75,7 +76,7 @@ def ascend_model(
             recurrent layer has a form that Ascend's operators lack.
     """
     graph, layers, skipped = find_layers(model, bindings, factors, kept)
-    quantizers: dict[tuple[str, float, int, int], str] = {}
+    quantizers: dict[tuple[str, QParams], str] = {}
     reports = []
     for layer in layers:
         before, output = len(graph.nodes), layer.output
@@ -88,35 +89,35 @@ def ascend_model(
     return ExportedModel(model=graph.build(), layers=tuple(reports), skipped=tuple(skipped), kept=kept)
 
 
-def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, float, int, int], str]) -> None:
+def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, QParams], str]) -> None:
     straighten_gemm(graph, layer)
     _insert_quant(graph, layer, quantizers)
     if layer.weight is not None:
         name = replace_weight(graph, layer, layer.integer_weight())
-        if layer.factors.wts_bits == 4:
+        if layer.qparams.weight.bits == 4:
             graph.set_initializer(name, _packed(layer))
         if layer.adds_integers:
             _replace_bias(graph, layer)
     _insert_dequant(graph, layer)
 
 
-def _insert_quant(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, float, int, int], str]) -> None:
-    factors = layer.factors
+def _insert_quant(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, QParams], str]) -> None:
+    qparams = layer.qparams.input
     tensor = insert_balance(graph, layer, layer.reader.input[0], _numpy_float(layer))
-    key = (tensor, factors.scale_d, factors.offset_d, factors.act_bits)
+    key = (tensor, qparams)
     if key not in quantizers:
         quantizers[key] = graph.add_node(
             "AscendQuant",
             f"{layer.name}.quant",
             [tensor],
-            scale=_reciprocal(factors.scale_d),
-            offset=float(factors.offset_d),
-            dst_type=f"INT{factors.act_bits}",
+            scale=_reciprocal(qparams.step),
+            offset=float(qparams.zero_point),
+            dst_type=f"INT{qparams.bits}",
         )
     graph.set_input(layer.reader, 0, quantizers[key])
     if layer.pad is not None:
         # The Pad reads integers, where zero is the offset.
-        zero = np.asarray(factors.offset_d, dtype=np.int16 if factors.act_bits == 16 else np.int8)
+        zero = np.asarray(qparams.zero_point, dtype=np.int16 if qparams.bits == 16 else np.int8)
         graph.set_input(layer.pad, 2, graph.add_initializer(f"{layer.pad.name}.value", zero))
         graph.forget_type(layer.pad.output[0])
 
@@ -132,7 +133,7 @@ def _insert_dequant(graph: OnnxGraph, layer: Layer) -> None:
 
 def _replace_bias(graph: OnnxGraph, layer: Layer) -> None:
     name = replace_bias(graph, layer, layer.integer_bias())
-    if layer.factors.act_bits != 4:
+    if layer.qparams.input.bits != 4:
         return
     # Ascend's 4-bit kernels add the bias in float.
     as_float = graph.add_node("Cast", f"{layer.name}.bias_quant", [name], to=TensorProto.FLOAT)
@@ -174,7 +175,7 @@ def _packed(layer: Layer) -> NDArray[np.int8]:
 
 def _replace_recurrent(graph: OnnxGraph, layer: Layer) -> None:
     _check_recurrent(layer)
-    node, factors = layer.node, layer.factors
+    node, data, hidden = layer.node, layer.qparams.input, layer.qparams.hidden
     x = insert_balance(graph, layer, node.input[0], _numpy_float(layer))
     inputs = [*node.input, *[""] * (8 - len(node.input))]
     _, _, _, bias, lengths, state, cell, _ = inputs
@@ -189,8 +190,7 @@ def _replace_recurrent(graph: OnnxGraph, layer: Layer) -> None:
     states = [state, cell] if layer.kind is LayerKind.LSTM else [state]
     graph.set_inputs(node, [x, weight, recurrent, *states, bias, lengths, "", param])
     node.op_type = _RECURRENT_OPERATOR[layer.kind]
-    assert factors.scale_h is not None
-    assert factors.offset_h is not None
+    assert hidden is not None
     settings: dict[str, object] = {
         "activations": [],
         "activation_alpha": [],
@@ -199,11 +199,11 @@ def _replace_recurrent(graph: OnnxGraph, layer: Layer) -> None:
         "direction": "forward",
         "quant_sqrt_mode_x": 0,
         "quant_sqrt_mode_h": 0,
-        "quant_scale_x": _reciprocal(factors.scale_d),
-        "quant_offset_x": float(factors.offset_d),
-        "quant_scale_h": _reciprocal(factors.scale_h),
-        "quant_offset_h": float(factors.offset_h),
-        "quant_dtype": _QUANT_DTYPE[factors.act_bits],
+        "quant_scale_x": _reciprocal(data.step),
+        "quant_offset_x": float(data.zero_point),
+        "quant_scale_h": _reciprocal(hidden.step),
+        "quant_offset_h": float(hidden.zero_point),
+        "quant_dtype": _QUANT_DTYPE[data.bits],
     }
     if layer.kind is LayerKind.LSTM:
         settings["input_forget"] = int(attribute_value(node, "input_forget", 0))
@@ -214,7 +214,7 @@ def _replace_recurrent(graph: OnnxGraph, layer: Layer) -> None:
 
 def _check_recurrent(layer: Layer) -> None:
     four_bits = "its activation has 4 bits; Ascend has 8 and 16"
-    problem = recurrent_problem(layer.node) if layer.factors.act_bits in _QUANT_DTYPE else four_bits
+    problem = recurrent_problem(layer.node) if layer.qparams.input.bits in _QUANT_DTYPE else four_bits
     if problem is not None:
         raise ExportError(
             f'layer "{layer.name}": Ascend\'s {_RECURRENT_OPERATOR[layer.kind]} cannot compute it: {problem}; '

@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
     from onnx import ModelProto
 
-    from amct.export.binding import LayerBinding, LayerFactors
+    from amct.export.binding import LayerBinding
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.kept_weights import KeptWeights
     from amct.export.onnx.layer import Layer
+    from amct.numerics.qparams import LayerQParams, QParams
 
 
 def fake_quant_model(
     model: ModelProto,
     bindings: Sequence[LayerBinding],
-    factors: Mapping[str, LayerFactors],
+    factors: Mapping[str, LayerQParams],
     *,
     kept: KeptWeights | None = None,
 ) -> ExportedModel:
@@ -48,7 +49,7 @@ def fake_quant_model(
         ExportError: a node does not match its binding, or a bias does not fit int32.
     """
     graph, layers, skipped = find_layers(model, bindings, factors, kept)
-    quantizers: dict[tuple[str, float, int, int], str] = {}
+    quantizers: dict[tuple[str, QParams], str] = {}
     reports = []
     outputs: dict[str, str] = {}
     for layer in layers:
@@ -64,17 +65,15 @@ def fake_quant_model(
     return ExportedModel(model=exported, layers=tuple(reports), skipped=tuple(skipped), kept=kept)
 
 
-def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, float, int, int], str]) -> str:
+def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, QParams], str]) -> str:
     """Make a layer compute with integer values; returns the tensor of its dequantized output."""
     tensor = layer.reader.input[0]
     if not layer.is_wide_float:
         tensor = graph.add_node("Cast", f"{layer.name}.quant.fakequant.cast", [tensor], to=TensorProto.FLOAT)
     tensor = insert_balance(graph, layer, tensor)
-    key = (tensor, layer.factors.scale_d, layer.factors.offset_d, layer.factors.act_bits)
+    key = (tensor, layer.qparams.input)
     if key not in quantizers:
-        quantizers[key] = insert_quantizer(
-            graph, f"{layer.name}.quant", tensor, layer.factors.scale_d, layer.factors.offset_d, layer.factors.act_bits
-        )
+        quantizers[key] = insert_quantizer(graph, f"{layer.name}.quant", tensor, layer.qparams.input)
     graph.set_input(layer.reader, 0, quantizers[key])
     if layer.weight is not None:
         straighten_gemm(graph, layer)
@@ -84,15 +83,15 @@ def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, 
     return _insert_dequantizer(graph, layer)
 
 
-def insert_quantizer(graph: OnnxGraph, name: str, tensor: str, scale: float, offset: int, bits: int) -> str:
+def insert_quantizer(graph: OnnxGraph, name: str, tensor: str, qparams: QParams) -> str:
     """Insert ``<name>.fakequant.*`` nodes; their result is the integers of a tensor minus the offset, as floats."""
     prefix = f"{name}.fakequant"
-    lowest, highest = integer_range(bits)
+    lowest, highest = integer_range(qparams.bits)
 
     def scalar(suffix: str, value: float) -> str:
         return graph.add_constant(f"{prefix}.{suffix}", np.asarray(value, dtype=np.float32))
 
-    step, shift = scalar("scale", float(np.float32(1) / np.float32(scale))), scalar("offset", offset)
+    step, shift = scalar("scale", float(np.float32(1) / np.float32(qparams.step))), scalar("offset", qparams.zero_point)
     low, high = scalar("min_val", lowest), scalar("max_val", highest)
     scaled = graph.add_node("Mul", f"{prefix}.mul", [tensor, step])
     rounded = graph.add_node("Round", f"{prefix}.round", [scaled])
@@ -102,10 +101,10 @@ def insert_quantizer(graph: OnnxGraph, name: str, tensor: str, scale: float, off
 
 
 def _insert_dequantizer(graph: OnnxGraph, layer: Layer) -> str:
-    factors = along_channels(layer, layer.dequant_scale())
+    scales = along_channels(layer, layer.dequant_scale())
     if graph.rank(layer.output) == 1:  # one vector: two dimensions would make it a matrix
-        factors = factors.reshape(-1)
-    scale = graph.add_constant(f"{layer.name}.fakedequant.dqscale", factors)
+        scales = scales.reshape(-1)
+    scale = graph.add_constant(f"{layer.name}.fakedequant.dqscale", scales)
     name = f"{layer.name}.fakedequant.mul"
     last = name if layer.is_wide_float else f"{layer.name}.fakedequant.cast"
     read, write = graph.tap(layer.output, f"{last}.output0")
@@ -118,13 +117,12 @@ def _insert_dequantizer(graph: OnnxGraph, layer: Layer) -> str:
 
 
 def _recurrent(graph: OnnxGraph, layer: Layer) -> None:
-    factors, node = layer.factors, layer.node
+    qparams, node = layer.qparams, layer.node
     dtype = helper.tensor_dtype_to_np_dtype(layer.element_type)
-    graph.set_input(node, 0, _quantize_dequantize(graph, layer, "", node.input[0], factors.scale_d, factors.offset_d))
+    graph.set_input(node, 0, _quantize_dequantize(graph, layer, "", node.input[0], qparams.input))
     if len(node.input) > 5 and node.input[5]:
-        assert factors.scale_h is not None
-        assert factors.offset_h is not None
-        state = _quantize_dequantize(graph, layer, "1", node.input[5], factors.scale_h, factors.offset_h)
+        assert qparams.hidden is not None
+        state = _quantize_dequantize(graph, layer, "1", node.input[5], qparams.hidden)
         graph.set_input(node, 5, state)
     weight = layer.integer_weight() * layer.row_scales().reshape(-1, 1)
     recurrent = layer.integer_recurrent_weight() * layer.recurrent_row_scales().reshape(-1, 1)
@@ -135,16 +133,16 @@ def _recurrent(graph: OnnxGraph, layer: Layer) -> None:
         replace_weight(graph, layer, bias[np.newaxis].astype(dtype), index=3)
 
 
-def _quantize_dequantize(graph: OnnxGraph, layer: Layer, number: str, tensor: str, scale: float, offset: int) -> str:
+def _quantize_dequantize(graph: OnnxGraph, layer: Layer, number: str, tensor: str, qparams: QParams) -> str:
     """Quantize and dequantize x (number "") or the hidden state (number "1") of a recurrent layer."""
     name = f"{layer.name}.quant{number}"
     if not layer.is_wide_float:
         tensor = graph.add_node("Cast", f"{name}.fakequant.cast", [tensor], to=TensorProto.FLOAT)
     if not number:
         tensor = insert_balance(graph, layer, tensor)
-    integers = insert_quantizer(graph, name, tensor, scale, offset, layer.factors.act_bits)
+    integers = insert_quantizer(graph, name, tensor, qparams)
     prefix = f"{layer.name}.anti_quant{number}.fake_antiquant"
-    step = graph.add_constant(f"{prefix}.scale", np.asarray(scale, dtype=np.float32))
+    step = graph.add_constant(f"{prefix}.scale", np.asarray(qparams.step, dtype=np.float32))
     result = graph.add_node("Mul", f"{prefix}.mul", [integers, step])
     if layer.is_wide_float:
         return result

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
     from onnx import ModelProto
 
-    from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
+    from amct.export.binding import LayerBinding
     from amct.model import Skip
     from amct.model.kinds import LayerKind
+    from amct.numerics.qparams import LayerQParams, Observed
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +141,8 @@ class ExportRequest:
 
     model: ModelProto
     bindings: Sequence[LayerBinding]
-    factors: Mapping[str, LayerFactors]
-    tensors: Mapping[str, TensorFactors] | None = None
+    factors: Mapping[str, LayerQParams]
+    tensors: Mapping[str, Observed] | None = None
     options: ExportOptions = field(default_factory=ExportOptions)
     kept: KeptWeights | None = None
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from amct.atomic import FileGroup
 from amct.errors import ExportError
-from amct.export.binding import LayerFactors, bindings_by_name
+from amct.export.binding import bindings_by_name
 from amct.export.check.checking import FileToCheck, OnnxCheck
 from amct.export.fake_quant import fake_quant_model
 from amct.export.formats import ExportedModel, ExportRequest, export
@@ -21,6 +19,7 @@ from amct.export.writer import add_exported, warn_of_replaced
 from amct.memory import give_back_freed
 from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
 from amct.record import encode_record
+from amct.record.conversion import layer_qparams
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -28,13 +27,12 @@ if TYPE_CHECKING:
 
     from onnx import ModelProto
 
-    from amct.export.binding import TensorFactors
     from amct.export.check.losses import Reference
     from amct.export.formats import Exported, ExportReport, LayerReport
     from amct.export.request import SaveRequest
     from amct.model import Skip
     from amct.model.quant_json import FileCheck
-    from amct.record import LayerRecord
+    from amct.numerics.qparams import Observed
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +159,7 @@ class OnnxFiles:
     request: SaveRequest
     model: ModelProto | None
     record: Any
-    tensors: Mapping[str, TensorFactors] | None = None
+    tensors: Mapping[str, Observed] | None = None
     reference: Reference | None = None
     calls: Mapping[str, int] = field(default_factory=dict)
     folded: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -175,7 +173,7 @@ class OnnxFiles:
         return ExportRequest(
             model=self.model,
             bindings=bindings_by_name(self.model, self.record, self.calls),
-            factors={name: layer_factors(entry) for name, entry in self.record.items()},
+            factors={name: layer_qparams(entry) for name, entry in self.record.items()},
             tensors=self.tensors,
             options=self.request.options,
         )
@@ -231,25 +229,6 @@ class OnnxFiles:
             files={},
             config=self.config,
         )
-
-
-def layer_factors(entry: LayerRecord) -> LayerFactors:
-    """Convert the record of a layer to the form for exporters."""
-    assert entry.scale_d is not None
-    assert entry.offset_d is not None
-    one = (1.0,)
-    balance = np.array(entry.tensor_balance_factor, dtype=np.float32) if entry.tensor_balance_factor else None
-    return LayerFactors(
-        scale_d=entry.scale_d,
-        offset_d=entry.offset_d,
-        act_bits=int(entry.activation_type.removeprefix("INT")),
-        scale_w=np.array(entry.scale_w or one, dtype=np.float32),
-        wts_bits=int(entry.weight_type.removeprefix("INT")),
-        scale_h=entry.scale_h,
-        offset_h=entry.offset_h,
-        scale_r=np.array(entry.scale_r, dtype=np.float32) if entry.scale_r else None,
-        balance=balance,
-    )
 
 
 def layer_entries(reports: Mapping[str, ExportReport], folded: Mapping[str, Sequence[str]]) -> dict[str, LayerEntry]:

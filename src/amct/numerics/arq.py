@@ -7,13 +7,13 @@ between the layout of a ``WeightKind`` and rows. LSTM and GRU matrices ``[gates 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from amct.errors import ArgumentError
 from amct.numerics.affine import SymmetricScale, fake_quantize, quantize, scale_and_offset
+from amct.numerics.qparams import QParams
 from amct.numerics.weight_kind import WeightKind as WeightKind
 
 if TYPE_CHECKING:
@@ -27,14 +27,6 @@ VALUES_PER_CHUNK = 2**19
 float64 are small beside any model, large enough that the number of chunks costs no time."""
 
 
-@dataclass(frozen=True)
-class WeightFactors:
-    """Scale (float32) and offset (int32, always zero): ``[1]``, ``[Cout]``, or ``[gates]`` of a recurrent layer."""
-
-    scale: Tensor
-    offset: Tensor
-
-
 def arq(
     weight: Tensor,
     *,
@@ -43,8 +35,8 @@ def arq(
     channel_wise: bool = True,
     groups: int = 1,
     symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE,
-) -> WeightFactors:
-    """Return the factors of a weight from its minimum and maximum.
+) -> QParams:
+    """Return the parameters of a weight from its minimum and maximum: ``[1]``, ``[Cout]``, or ``[gates]``.
 
     Args:
         weight: floating point, in the layout of ``kind``; half precision is computed in float32.
@@ -64,7 +56,7 @@ def arq(
         rows = rows.reshape(groups if kind is WeightKind.RNN else 1, -1)
     minimum, maximum = torch.aminmax(rows, dim=1)
     scale, offset = scale_and_offset(minimum, maximum, bits, asymmetric=False, symmetric_scale=symmetric_scale)
-    return WeightFactors(scale, offset)
+    return QParams(scale=scale, offset=offset, bits=bits, axis=0)
 
 
 def channels_first(weight: Tensor, kind: WeightKind, groups: int = 1) -> Tensor:
@@ -100,20 +92,20 @@ def from_channels_first(rows: Tensor, shape: Sequence[int], kind: WeightKind, gr
     return grouped.transpose(1, 2).reshape(list(shape))
 
 
-def quantize_weight(weight: Tensor, factors: WeightFactors, kind: WeightKind, bits: int = 8, groups: int = 1) -> Tensor:
+def quantize_weight(weight: Tensor, qparams: QParams, kind: WeightKind, groups: int = 1) -> Tensor:
     """Quantize a weight to int8, in its own shape.
 
     Raises:
         CalibrationError: the weight holds NaN.
-        ArgumentError: the factors do not fit the weight.
+        ArgumentError: the parameters do not fit the weight.
     """
-    _check_bits(bits)
+    _check_bits(qparams.bits)
     rows = channels_first(weight.detach(), kind, groups)
-    per_row = factors_per_row(factors, rows.shape[0])
+    per_row = qparams.per_row(rows.shape[0])
     scale, offset = per_row.scale.expand(rows.shape[0]), per_row.offset.expand(rows.shape[0])
 
     def integers_of(some: Tensor, part: slice) -> Tensor:
-        return quantize(some, scale[part], offset[part], bits, axis=0)
+        return quantize(some, scale[part], offset[part], qparams.bits, axis=0)
 
     is_finite = bool(torch.isfinite(rows.sum()))
     # Only the whole weight tells how many of its values are NaN.
@@ -121,18 +113,16 @@ def quantize_weight(weight: Tensor, factors: WeightFactors, kind: WeightKind, bi
     return from_channels_first(integers, weight.shape, kind, groups)
 
 
-def fake_quantize_weight(
-    weight: Tensor, factors: WeightFactors, kind: WeightKind, bits: int = 8, groups: int = 1
-) -> Tensor:
+def fake_quantize_weight(weight: Tensor, qparams: QParams, kind: WeightKind, groups: int = 1) -> Tensor:
     """Fake-quantize a weight, in its own shape and dtype, with straight-through gradients.
 
     Raises:
-        ArgumentError: the factors do not fit the weight.
+        ArgumentError: the parameters do not fit the weight.
     """
-    _check_bits(bits)
+    _check_bits(qparams.bits)
     rows = channels_first(weight, kind, groups)
-    per_row = factors_per_row(factors, rows.shape[0])
-    rounded = fake_quantize(rows, per_row.scale, per_row.offset, bits, axis=0)
+    per_row = qparams.per_row(rows.shape[0])
+    rounded = fake_quantize(rows, per_row.scale, per_row.offset, qparams.bits, axis=0)
     return from_channels_first(rounded, weight.shape, kind, groups)
 
 
@@ -149,21 +139,6 @@ def map_rows(function: Callable[[Tensor, slice], Tensor], weight: Tensor, dtype:
     for part in row_chunks(weight.shape[0], weight.numel()):
         result[part] = function(weight[part], part)
     return result
-
-
-def factors_per_row(factors: WeightFactors, rows: int) -> WeightFactors:
-    """Return factors ``[1]`` or ``[rows]``: factors per gate are repeated for each row of their gate.
-
-    Raises:
-        ArgumentError: the number of factors does not divide the number of rows.
-    """
-    count = factors.scale.numel()
-    if count == 1 or count == rows:
-        return factors
-    if count == 0 or rows % count:
-        raise ArgumentError(f"{count} scales do not fit {rows} output channels")
-    repeats = rows // count
-    return WeightFactors(factors.scale.repeat_interleave(repeats), factors.offset.repeat_interleave(repeats))
 
 
 def reorder_gates(rows: Tensor, order: Sequence[int]) -> Tensor:

@@ -22,7 +22,8 @@ from amct.numerics.affine import SymmetricScale
 from amct.numerics.counts.compiled import compiled
 from amct.numerics.counts.exact_sum import ExactSum, add_exactly
 from amct.numerics.dmq import balance_factors
-from amct.numerics.observer import ActivationFactors, State, checked_array, finite_range
+from amct.numerics.observer import State, checked_array, finite_range
+from amct.numerics.qparams import Observed
 from amct.numerics.rounding.noise import RoundingNoise
 
 if TYPE_CHECKING:
@@ -150,20 +151,21 @@ class LayerInputObserver:
         self._minimum, self._maximum = torch.from_numpy(minimum.copy()), torch.from_numpy(maximum.copy())
         self._sum.digits, self._squares.digits = sums.copy(), squares.copy()
 
-    def result(self) -> ActivationFactors | None:
+    def result(self) -> Observed | None:
         """Return the means and, where useful, the balance factors and the balanced range; None without data."""
         if self.count == 0:
             return None
         balance = self._balance()
         divisor = torch.ones_like(self._minimum) if balance is None else balance
-        found = ActivationFactors.from_range(
+        found = Observed.from_range(
             (self._minimum / divisor).min(),
             (self._maximum / divisor).max(),
             self.bits,
             asymmetric=True,
             symmetric_scale=SymmetricScale.NEGATIVE_SIDE,
         )
-        return replace(found, balance=balance, mean=torch.from_numpy(self._sum.value() / self.count).float())
+        mean = torch.from_numpy(self._sum.value() / self.count).float()
+        return replace(found, balance=None if balance is None else _six_digits(balance), mean=_six_digits(mean))
 
     def _balance(self) -> Tensor | None:
         if self.weight is None or not bool((self._maximum > self._minimum).any()):
@@ -185,6 +187,11 @@ class LayerInputObserver:
         unbalanced = noise.power(torch.ones_like(largest))
         helps = 0 < noises[best] * MIN_NOISE_REDUCTION <= unbalanced  # weights that are all zero make no noise
         return choices[best] if helps else None
+
+
+def _six_digits(numbers: Tensor) -> Tensor:
+    """The numbers as files show them, so that a model read from files is the one that was calibrated."""
+    return torch.tensor([float(f"{number:.6g}") for number in numbers.tolist()], dtype=torch.float32)
 
 
 def _channel_sums(values: NDArray[np.float32], axis: int) -> NDArray[np.float64]:

@@ -13,7 +13,6 @@ from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import SymmetricScale, integer_range
 from amct.numerics.counts.loops import range_of
 from amct.numerics.observer import (
-    ActivationFactors,
     State,
     as_rows,
     check_mergeable,
@@ -21,6 +20,7 @@ from amct.numerics.observer import (
     finite_range,
     flat_values,
 )
+from amct.numerics.qparams import Observed
 
 
 class RunningRange:
@@ -175,17 +175,18 @@ class RangeObserver(ABC):
         """How many values were observed."""
         return self._range.count
 
-    def result(self) -> ActivationFactors:
+    def result(self) -> Observed:
         """Return scale and offset for all data observed so far."""
         self._range.require_values()
         minimum, maximum = self.limits()
         shape = () if self.channel_axis is None else (-1,)
-        return ActivationFactors.from_range(
+        return Observed.from_range(
             minimum.reshape(shape),
             maximum.reshape(shape),
             self.bits,
             asymmetric=self.asymmetric,
             symmetric_scale=self.symmetric_scale,
+            axis=self.channel_axis,
         )
 
     @abstractmethod

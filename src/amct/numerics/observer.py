@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,83 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
-from amct.numerics.affine import SymmetricScale, integer_range, is_near_zero, scalar_factors, scale_and_offset
+
+if TYPE_CHECKING:
+    from amct.numerics.qparams import Observed
 
 State = Mapping[str, NDArray[Any]]
 """What an observer has observed: arrays of numbers, which files hold without pickle."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationFactors:
-    """How a tensor is quantized: 0-d tensors, or ``[C]`` per channel."""
-
-    scale: Tensor
-    """float32"""
-    offset: Tensor
-    """int32"""
-    bits: int
-    clip_min: Tensor
-    """The smallest representable value: values below it become the lowest integer."""
-    clip_max: Tensor
-    """The largest representable value."""
-    near_zero: Tensor
-    """True where the data was practically zero, so that the scale is 1 by convention; callers log a warning."""
-    balance: Tensor | None = None
-    """Factors ``[C]`` that the tensor is divided by before it is quantized; None: no balancing."""
-    mean: Tensor | None = None
-    """Mean of every channel ``[C]``, if the observer computes it."""
-
-    @classmethod
-    def from_range(
-        cls, minimum: Tensor, maximum: Tensor, bits: int, *, asymmetric: bool, symmetric_scale: SymmetricScale
-    ) -> ActivationFactors:
-        """Return the factors that cover the range ``minimum``..``maximum``, 0-d or ``[C]``."""
-        if minimum.ndim == maximum.ndim == 0 and minimum.is_cpu:
-            return cls.from_ends(
-                minimum.item(), maximum.item(), bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale
-            )
-        return cls._of_tensors(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
-
-    @classmethod
-    def from_ends(
-        cls, minimum: float, maximum: float, bits: int, *, asymmetric: bool, symmetric_scale: SymmetricScale
-    ) -> ActivationFactors:
-        """Return the factors of one range; ``from_range`` for numbers, which takes less time than for tensors."""
-        found = scalar_factors(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
-        if found is not None:
-            return cls._of_scalars(*found, bits)
-        ends = torch.tensor([minimum, maximum], dtype=torch.float64)
-        return cls._of_tensors(ends[0], ends[1], bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
-
-    @classmethod
-    def _of_tensors(
-        cls, minimum: Tensor, maximum: Tensor, bits: int, *, asymmetric: bool, symmetric_scale: SymmetricScale
-    ) -> ActivationFactors:
-        scale, offset = scale_and_offset(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
-        lowest, highest = integer_range(bits)
-        near_zero = scale == 1  # the fallback of scale_and_offset
-        if bool(near_zero.any()):
-            near_zero = is_near_zero(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
-        return cls(
-            scale=scale,
-            offset=offset,
-            bits=bits,
-            clip_min=scale * (lowest - offset),
-            clip_max=scale * (highest - offset),
-            near_zero=near_zero,
-        )
-
-    @classmethod
-    def _of_scalars(cls, scale: np.float32, offset: int, near_zero: bool, bits: int) -> ActivationFactors:
-        lowest, highest = integer_range(bits)
-        return cls(  # an array becomes a tensor in a third of the time that a number takes
-            scale=torch.from_numpy(np.array(scale)),
-            offset=torch.from_numpy(np.array(offset, np.int32)),
-            bits=bits,
-            clip_min=torch.from_numpy(np.array(scale * np.float32(lowest - offset))),
-            clip_max=torch.from_numpy(np.array(scale * np.float32(highest - offset))),
-            near_zero=torch.from_numpy(np.array(near_zero)),
-        )
 
 
 class TensorObserver(Protocol):
@@ -111,7 +40,7 @@ class TensorObserver(Protocol):
         """Add one tensor; no reference to it is kept, and it is not changed."""
         ...
 
-    def result(self) -> ActivationFactors | None:
+    def result(self) -> Observed | None:
         """Return scale and offset for all data observed so far, or None if the tensor needs none."""
         ...
 
@@ -119,7 +48,7 @@ class TensorObserver(Protocol):
 class Observer(TensorObserver, Protocol):
     """The interface of an observer of a layer's input, which always gives factors."""
 
-    def result(self) -> ActivationFactors:
+    def result(self) -> Observed:
         """Return scale and offset for all data observed so far."""
         ...
 

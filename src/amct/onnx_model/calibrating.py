@@ -14,7 +14,6 @@ import numpy as np
 from amct.calibration import ALONE, BalanceSession, CalibrationSession
 from amct.calibration.layer_records import plan_streams
 from amct.calibration.session import HIDDEN
-from amct.export.binding import placeholder_factors
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import parameter_bytes
@@ -160,8 +159,7 @@ def watch_layers(model: ModelProto, prepared: OnnxPreparation) -> tuple[ModelPro
     Returns:
         The model, with the observed output added to every recurrent layer, and the tensors by layer.
     """
-    placeholders = dict.fromkeys(prepared.weights, placeholder_factors())
-    graph, layers, _ = find_layers(model, prepared.bindings, placeholders)
+    graph, layers, _ = find_layers(model, [each for each in prepared.bindings if each.layer in prepared.weights])
     watched = {}
     for layer in layers:
         if layer.kind.is_recurrent and not layer.node.output[0]:

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 from amct.calibration import ALONE
 from amct.config.python_config import plan_of
 from amct.errors import ArgumentError, ConfigError
-from amct.export.binding import placeholder_factors
 from amct.export.fake_quant import fake_quant_model
 from amct.export.onnx.kept_weights import KeptWeights, tensor_array, with_values
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import model_opset, parameter_bytes
 from amct.export.onnx.runtime import Runner, as_tensor
-from amct.export.saving import layer_factors
 from amct.numerics.min_max import MinMaxObserver
 from amct.numerics.settings import AdaRoundSettings
 from amct.onnx_model.batches import onnx_batches, sample_count
@@ -29,6 +27,7 @@ from amct.pipeline import flow
 from amct.pipeline.passes import fingerprint
 from amct.pipeline.preparation import Preparation, enabled_layers
 from amct.pipeline.weights import quantize_weights
+from amct.record.conversion import layer_qparams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -107,8 +106,7 @@ class OnnxPreparation(Preparation):
         return self._with_rounded_weights(rounded, self.kept) if rounded else self.folded
 
     def _with_rounded_weights(self, names: Collection[str], kept: KeptWeights | None) -> ModelProto:
-        placeholders = dict.fromkeys(self.weights, placeholder_factors())
-        graph, layers, _ = find_layers(self.folded, self.bindings, placeholders, kept)
+        graph, layers, _ = find_layers(self.folded, self.bindings, kept=kept)
         for layer in layers:
             if layer.name in names:
                 put_weights(self.weights[layer.name], graph, layer)
@@ -124,7 +122,7 @@ class OnnxPreparation(Preparation):
         """The fake-quant model, built from standard operators."""
         if deploy:
             raise ArgumentError("deploy: the deploy model of an ONNX model runs on the chip only; leave it out")
-        factors = {name: layer_factors(entry) for name, entry in record.items()}
+        factors = {name: layer_qparams(entry) for name, entry in record.items()}
         return with_values(fake_quant_model(self.exported_model, self.bindings, factors).model)
 
     def runner(self, simulation: ModelProto) -> Callable[[Feeds], dict[str, Any]]:

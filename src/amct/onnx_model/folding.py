@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from amct.export.binding import LayerBinding, placeholder_factors
+from amct.export.binding import LayerBinding
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer import owned_name, replace_weight
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
@@ -143,7 +143,7 @@ def _per_channel(constant: NDArray[Any], layer: Layer) -> torch.Tensor | None:
 def _layer(graph: OnnxGraph, head: NodeProto) -> Layer | str:
     binding = LayerBinding(layer=head.name, kind=KIND_OF_OPERATOR[head.op_type], node=head.name)
     try:
-        return find_layer(graph, binding, placeholder_factors())
+        return find_layer(graph, binding)
     except LayerMismatchError as error:
         return error.reason
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from amct.config.layers import LayerInfo, LayerList
-from amct.export.binding import LayerBinding, placeholder_factors
+from amct.export.binding import LayerBinding
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer import replace_weight, shared_tensor
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer, recurrent_problem
@@ -134,7 +134,7 @@ def _read_layer(graph: OnnxGraph, node: NodeProto) -> FoundLayer | str:
     if problem is not None:
         return problem
     try:
-        layer = find_layer(graph, binding, placeholder_factors())
+        layer = find_layer(graph, binding)
     except LayerMismatchError as error:
         return error.reason
     kind = _type_of(graph, layer)

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from amct.calibration import CalibrationResult, CalibrationSession, Ranks
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig
-    from amct.export.binding import TensorFactors
     from amct.export.check.losses import Reference
     from amct.export.request import SaveRequest
     from amct.export.saving import ModelFiles
     from amct.model import Skip
+    from amct.numerics.qparams import Observed
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.passes import Passes
     from amct.record import AnyRecord
@@ -174,7 +174,7 @@ class PreparedModel(Protocol):
         self,
         request: SaveRequest,
         record: _Record,
-        tensors: Mapping[str, TensorFactors] | None,
+        tensors: Mapping[str, Observed] | None,
         reference: Reference | None,
     ) -> ModelFiles:
         """The model as files.

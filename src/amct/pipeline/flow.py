@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from amct import log
 from amct.calibration import all_ranks
 from amct.export.check.batch import KeptBatches
-from amct.export.qdq.tensor_factors import observed_factors
 from amct.memory import give_back_freed
 from amct.pipeline.passes import CALIBRATION, CalibrationFile, Interim, Passes, bound_to, fingerprint
 from amct.pipeline.quantized_model import QuantizedModel
@@ -72,7 +71,7 @@ def quantize(
             calibration.run(passes.observed(CALIBRATION, calibration.session, seen))
             calibration.session.finish(complete=not open_ended)
             result = calibration.session.result
-    tensors = observed_factors(result.tensors) if calibration.observes_tensors else None
+    tensors = result.tensors if calibration.observes_tensors else None
     del calibration  # a caught error may keep this frame, and with it a copy of the model
     give_back_freed()
     record = prepared.complete_record(result)

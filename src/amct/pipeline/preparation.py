@@ -12,7 +12,7 @@ import torch
 from amct.calibration.layer_records import complete_record
 from amct.config.plan import config_text
 from amct.errors import CalibrationError, ExportError
-from amct.export.binding import bindings_by_name, placeholder_factors
+from amct.export.binding import bindings_by_name
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.qdq.exporter import fast_tensors
 from amct.export.saving import OnnxFiles
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
     from amct.calibration import CalibrationResult
     from amct.config.plan import LayerPlan, LayerPlans, Plan, PlannedLayer
-    from amct.export.binding import LayerBinding, TensorFactors
+    from amct.export.binding import LayerBinding
     from amct.export.check.losses import Reference
     from amct.export.qdq.exporter import FastTensors
     from amct.export.request import SaveRequest
+    from amct.numerics.qparams import Observed
     from amct.pipeline.weights import LayerWeights
     from amct.record import LayerRecord
     from amct.report.content import LayerNote
@@ -140,7 +141,7 @@ class Preparation(ABC):
         except ExportError:
             return {}
         bindings = bindings_by_name(model, record, self.calls)
-        _, layers, _ = find_layers(model, bindings, dict.fromkeys(record.layers, placeholder_factors()))
+        _, layers, _ = find_layers(model, bindings)
         found: dict[str, tuple[str, ...]] = {}
         for layer in layers:
             if not layer.kind.is_recurrent:
@@ -222,7 +223,7 @@ class Preparation(ABC):
         self,
         request: SaveRequest,
         record: Record,
-        tensors: Mapping[str, TensorFactors] | None,
+        tensors: Mapping[str, Observed] | None,
         reference: Reference | None,
     ) -> OnnxFiles:
         """The model as files."""

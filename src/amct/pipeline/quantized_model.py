@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from amct.export.binding import TensorFactors
     from amct.model import Skip
+    from amct.numerics.qparams import Observed
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import BatchInputs
     from amct.pipeline.door import PreparedModel
@@ -56,7 +56,7 @@ class QuantizedModel:
         self,
         prepared: PreparedModel,
         record: AnyRecord,
-        tensors: Mapping[str, TensorFactors] | None,
+        tensors: Mapping[str, Observed] | None,
         examples: Sequence[Any],
         seconds: float = math.inf,
         weight_bytes: int = 0,

@@ -11,7 +11,7 @@ import torch
 
 from amct.errors import AmctError, ArgumentTypeError, CalibrationError
 from amct.numerics.affine import SymmetricScale, fine_where_empty, fit_bias
-from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, reorder_gates
+from amct.numerics.arq import WeightKind, arq, channels_first, reorder_gates
 from amct.numerics.dmq import balance_activation, balance_weight, dmq
 from amct.numerics.rounding.error_cancelling import round_weight
 from amct.numerics.settings import AdaRoundSettings, ArqSettings
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from amct.config.plan import LayerPlan
     from amct.model.kinds import LayerKind
+    from amct.numerics.qparams import QParams
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class WeightPart:
             return weight
         return balance_weight(weight, balance.double().reciprocal(), self.kind, self.groups)
 
-    def recorded_scales(self, factors: WeightFactors) -> tuple[float, ...]:
+    def recorded_scales(self, factors: QParams) -> tuple[float, ...]:
         """The scales in the order of the record."""
         scale = factors.scale.reshape(-1)
         if self.torch_gates is not None and scale.numel() > 1:
@@ -86,7 +87,7 @@ class RoundedWeights(Mapping[str, "Tensor"]):
     """
 
     parts: Mapping[str, WeightPart]
-    factors: Mapping[str, WeightFactors]
+    factors: Mapping[str, QParams]
     bits: int
     balance: Tensor | None
     cancel_errors: bool
@@ -97,7 +98,6 @@ class RoundedWeights(Mapping[str, "Tensor"]):
             part.with_balance(self.balance),
             self.factors[name],
             part.kind,
-            self.bits,
             part.groups,
             cancel_errors=self.cancel_errors and not part.gates,
         )
@@ -126,7 +126,7 @@ class LayerWeights:
 
     parts: tuple[WeightPart, ...]
     rounded: Mapping[str, Tensor]
-    factors: Mapping[str, WeightFactors]
+    factors: Mapping[str, QParams]
     bits: int = 8
     balance: Tensor | None = None
     custom_rounding: bool = False
@@ -193,7 +193,7 @@ def quantize_weights(
     """
     settings = plan.weight or ArqSettings()
     assert isinstance(settings, (ArqSettings, AdaRoundSettings))
-    factors: dict[str, WeightFactors] = {}
+    factors: dict[str, QParams] = {}
     cancel_errors = plan.weight_rounding == "error_cancelling"
     for part in parts:
         check_weight(plan.name, part)

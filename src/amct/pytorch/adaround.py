@@ -109,7 +109,7 @@ def _learn_layer(
         logger.info('layer "%s": %s', layer.name, note)
     logger.debug('layer "%s": loss %g, was %g', layer.name, result.final_loss, result.initial_loss)
     return replace(
-        before, rounded={part.name: result.weight}, factors={part.name: result.factors}, custom_rounding=True
+        before, rounded={part.name: result.weight}, factors={part.name: result.qparams}, custom_rounding=True
     )
 
 

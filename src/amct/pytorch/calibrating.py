@@ -12,7 +12,7 @@ from torch import nn
 from amct.calibration import ALONE, BalanceSession, CalibrationSession, RecordFiles
 from amct.calibration.layer_records import complete_record, plan_streams
 from amct.export.check.batch import batch_path, encode_batch, kept_inputs
-from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
+from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.pipeline.passes import BALANCE
 from amct.pipeline.weights import balance_factors
 from amct.pytorch.capture.functional_layers import layer_module
@@ -80,7 +80,7 @@ def start_calibration(
         if files is not None:
             beside: dict[Path, str | Callable[[bytes], bytes]] = {}
             if intermediate is not None:
-                beside[tensor_factors_path(files.record)] = tensor_factors_text(observed_factors(result.tensors))
+                beside[tensor_factors_path(files.record)] = tensor_factors_text(result.tensors)
             if kept is not None and (inputs := kept.inputs) is not None:
                 beside[batch_path(files.record)] = lambda record: encode_batch(inputs, record)
             files.complete(complete_record(preparation.record(), result), beside)

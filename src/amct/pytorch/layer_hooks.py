@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from amct.calibration.session import HIDDEN
 from amct.errors import AmctError
 from amct.numerics.affine import dequantize, fake_quantize, quantize_bias
-from amct.numerics.arq import factors_per_row
 from amct.numerics.dmq import balance_activation
 from amct.pytorch.capture.capturable import all_values, on_all_values
 from amct.pytorch.capture.functional_layers import layer_module
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from amct.calibration import CalibrationSession
-    from amct.numerics.arq import WeightFactors
+    from amct.numerics.qparams import QParams
     from amct.pipeline.weights import LayerWeights
     from amct.pytorch.preparation import TorchPreparation
     from amct.record import LayerRecord, Record
@@ -263,8 +262,8 @@ def _round_biases(module: nn.Module, weights: LayerWeights, entry: LayerRecord) 
             put_weights(module, {attribute: _rounded_bias(bias.detach(), factors, scale)})
 
 
-def _rounded_bias(bias: Tensor, factors: WeightFactors, scale: float) -> Tensor:
-    step = factors_per_row(factors, bias.numel()).scale.to(bias.device)
+def _rounded_bias(bias: Tensor, qparams: QParams, scale: float) -> Tensor:
+    step = qparams.per_row(bias.numel()).scale.to(bias.device)
     data = torch.tensor(scale, dtype=torch.float32, device=bias.device)
     integers = quantize_bias(bias.float(), step, data)
     product = step * data

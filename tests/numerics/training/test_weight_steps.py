@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amct.errors import ArgumentError
-from amct.numerics.arq import WeightFactors, arq, channels_first, fake_quantize_weight
+from amct.numerics.arq import arq, channels_first, fake_quantize_weight
+from amct.numerics.qparams import QParams
 from amct.numerics.training.weights import arq_scale, arq_step, learned_step, valid_scale
 from amct.numerics.weight_kind import WeightKind
 
@@ -105,7 +106,7 @@ def test_arq_of_every_step_is_arq_of_post_training_quantization(kind, shape, gro
     groups = 4 if kind is WeightKind.RNN else groups
     y = arq_step(weight, bits, kind=kind, groups=groups, channel_wise=channel_wise)
     factors = arq(weight, kind=kind, bits=bits, groups=groups, channel_wise=channel_wise)
-    assert torch.equal(y, fake_quantize_weight(weight, factors, kind, bits, groups))
+    assert torch.equal(y, fake_quantize_weight(weight, factors, kind, groups))
     y.backward(g)
     assert torch.equal(weight.grad, g)
 
@@ -128,8 +129,8 @@ def test_the_excluded_lowest_integer_is_not_used():
 def test_rounding_again_changes_nothing_and_equals_post_training_quantization(values, scale, bits):
     weight, step = torch.tensor(values).reshape(2, 2), torch.tensor([scale])
     y = learned_step(weight, step, bits, kind=WeightKind.LINEAR)
-    factors = WeightFactors(step, torch.zeros(1, dtype=torch.int32))
-    assert torch.equal(y, fake_quantize_weight(weight, factors, WeightKind.LINEAR, bits))
+    factors = QParams.symmetric(step, bits)
+    assert torch.equal(y, fake_quantize_weight(weight, factors, WeightKind.LINEAR))
     assert torch.equal(learned_step(y, step, bits, kind=WeightKind.LINEAR), y)
 
 

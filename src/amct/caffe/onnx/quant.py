@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.errors import RecordError, did_you_mean
-from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
+from amct.export.binding import LayerBinding
 from amct.export.formats import ExportedModel, ExportRequest, export
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.kept_weights import KeptWeights, owner_of
@@ -23,6 +21,7 @@ from amct.export.qdq.nodes import QdqNodes
 from amct.export.request import ExportOptions, Placement, Target
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
+from amct.numerics.qparams import LayerQParams, Observed, QParams
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -34,13 +33,12 @@ if TYPE_CHECKING:
 
 NARROW, WIDE = 8, 16
 _TABLE_BITS = 4
-_NO_WEIGHT = np.ones(1, dtype=np.float32)
 
 
 def quantized_onnx(  # noqa: PLR0913  placement, target and float_tensors are the options of a user
     net: Net,
     record: CaffeRecord,
-    tensors: Mapping[str, TensorFactors] | None = None,
+    tensors: Mapping[str, Observed] | None = None,
     *,
     placement: Placement | str = Placement.FAST,
     target: Target | str = Target.PORTABLE,
@@ -93,7 +91,7 @@ def other_format(
     name: str,
     net: Net,
     record: CaffeRecord,
-    tensors: Mapping[str, TensorFactors],
+    tensors: Mapping[str, Observed],
     *,
     options: ExportOptions,
     opset: int = DEFAULT_OPSET,
@@ -166,8 +164,8 @@ class _Parts:
     exported: NetOnnx
     net: Net
     bindings: list[LayerBinding] = field(default_factory=list)
-    factors: dict[str, LayerFactors] = field(default_factory=dict)
-    data_only: dict[str, list[tuple[str, TensorFactors]]] = field(default_factory=dict)
+    factors: dict[str, LayerQParams] = field(default_factory=dict)
+    data_only: dict[str, list[tuple[str, Observed]]] = field(default_factory=dict)
     """By layer: the tensors that it reads quantized."""
     skipped: list[Skip] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -183,9 +181,9 @@ class _Parts:
             parts.add(name, factors)
         return parts
 
-    def tensors(self) -> dict[str, TensorFactors]:
+    def tensors(self) -> dict[str, Observed]:
         """The factors of data-only layers by tensor; with several readers, those of the first."""
-        found: dict[str, TensorFactors] = {}
+        found: dict[str, Observed] = {}
         for pairs in self.data_only.values():
             for tensor, factors in pairs:
                 found.setdefault(tensor, factors)
@@ -222,13 +220,11 @@ class _Parts:
             if not weights and binding.kind.has_weights:
                 raise RecordError(f"Cannot find scale_w of layer '{layer.name}' in record file")
             self.bindings.append(binding)
-            self.factors[binding.layer] = LayerFactors(
-                scale_d=data.scale,
-                offset_d=data.offset or 0,
-                act_bits=self._bits(layer.name, data),
-                scale_w=np.asarray(weights, dtype=np.float32) if weights else _NO_WEIGHT,
-                # The 16 values of non-uniform weights lie on an 8-bit grid.
-                wts_bits=NARROW if record.weight_bits == _TABLE_BITS else record.weight_bits,
+            # The 16 values of non-uniform weights lie on an 8-bit grid.
+            bits = NARROW if record.weight_bits == _TABLE_BITS else record.weight_bits
+            self.factors[binding.layer] = LayerQParams(
+                inputs={0: QParams.of(data.scale, data.offset or 0, self._bits(layer.name, data))},
+                weights=(QParams.of(weights, bits=bits),) if weights else (),
             )
 
     def _bits(self, layer: str, data: DataFactors) -> int:
@@ -253,7 +249,7 @@ class _Parts:
             if data.bits != NARROW:
                 self.skipped.append(Skip(layer.name, f"its data of {data.bits} bits stays float in QDQ files"))
                 continue
-            factors = TensorFactors(scale=data.scale, zero_point=data.offset or 0)
+            factors = Observed.of(data.scale, data.offset or 0)
             self.data_only.setdefault(layer.name, []).append((bottoms[data.index], factors))
 
 

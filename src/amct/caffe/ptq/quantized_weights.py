@@ -12,8 +12,9 @@ from amct.caffe.model import RECURRENT_TYPES
 from amct.caffe.ptq.folding import FusionReport, WeightLayout, fuse_after, layout_of
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale, fit_bias, quantize_bias
-from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, from_channels_first, quantize_weight
+from amct.numerics.arq import WeightKind, arq, channels_first, from_channels_first, quantize_weight
 from amct.numerics.integer import worst_case_accumulator
+from amct.numerics.qparams import QParams
 from amct.numerics.rounding.error_cancelling import quantize_weight_cancelling_errors
 from amct.numerics.settings import ArqSettings, SnqSettings
 from amct.numerics.snq import ClusteredWeight, absorb_multiplier, decode, pack_nibbles, snq
@@ -54,7 +55,7 @@ class QuantizedMatrix:
 
     blob: int
     layout: WeightLayout
-    factors: WeightFactors
+    factors: QParams
     integers: torch.Tensor
     clustered: ClusteredWeight | None = None
 
@@ -75,7 +76,7 @@ class QuantizedMatrix:
 
     def with_scale(self, scale: torch.Tensor) -> QuantizedMatrix:
         """The same weight with a larger scale."""
-        factors = WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32))
+        factors = QParams.symmetric(scale)
         ratio = (self.factors.scale.double() / scale.double()).reshape(-1, 1)
         if self.clustered is not None:
             table = torch.round(self.clustered.table.double() * ratio).to(torch.int8)
@@ -96,7 +97,7 @@ class QuantizedMatrix:
         scale = torch.where(vanished, torch.ones_like(scale), scale).float()
         made = replace(
             self,
-            factors=WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32)),
+            factors=QParams.symmetric(scale),
             integers=from_channels_first(rows, self.integers.shape, self.layout.kind, self.layout.groups),
         )
         return made.with_readable_scale()
@@ -105,12 +106,12 @@ class QuantizedMatrix:
         """The same weight with the smallest scale of the same dequantized values, which a reader of them finds."""
         rows = channels_first(self.integers, self.layout.kind, self.layout.groups)
         factors = replace(self.factors, scale=lowest_scale(rows, self.factors.scale))
-        clustered = None if self.clustered is None else replace(self.clustered, factors=factors)
+        clustered = None if self.clustered is None else replace(self.clustered, qparams=factors)
         return replace(self, factors=factors, clustered=clustered)
 
     def _with_clusters(self, clustered: ClusteredWeight) -> QuantizedMatrix:
         integers = decode(clustered.indices, clustered.table, self.layout.kind, self.layout.groups)
-        return replace(self, factors=clustered.factors, integers=integers, clustered=clustered)
+        return replace(self, factors=clustered.qparams, integers=integers, clustered=clustered)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +212,7 @@ def fold_quantized(
     return report
 
 
-def _uniform_factors(layout: WeightLayout, channel_wise: bool, scale: WeightScale) -> WeightFactors:
+def _uniform_factors(layout: WeightLayout, channel_wise: bool, scale: WeightScale) -> QParams:
     return arq(
         layout.rows_first(),
         kind=layout.kind,
@@ -221,9 +222,7 @@ def _uniform_factors(layout: WeightLayout, channel_wise: bool, scale: WeightScal
     )
 
 
-def _rounded(
-    layout: WeightLayout, factors: WeightFactors, rounding: WeightRounding = "error_cancelling"
-) -> QuantizedMatrix:
+def _rounded(layout: WeightLayout, factors: QParams, rounding: WeightRounding = "error_cancelling") -> QuantizedMatrix:
     round_weight = quantize_weight if rounding == "nearest" else quantize_weight_cancelling_errors
     integers = round_weight(layout.rows_first(), factors, layout.kind, groups=layout.groups)
     return QuantizedMatrix(blob=0, layout=layout, factors=factors, integers=integers)
@@ -232,7 +231,7 @@ def _rounded(
 def _clustered(layout: WeightLayout, settings: SnqSettings) -> QuantizedMatrix:
     clustered = snq(layout.rows_first(), kind=layout.kind, groups=layout.groups, settings=settings)
     integers = decode(clustered.indices, clustered.table, layout.kind, layout.groups)
-    return QuantizedMatrix(blob=0, layout=layout, factors=clustered.factors, integers=integers, clustered=clustered)
+    return QuantizedMatrix(blob=0, layout=layout, factors=clustered.qparams, integers=integers, clustered=clustered)
 
 
 def matrix_places(blobs: Sequence[torch.Tensor]) -> list[int]:
@@ -257,7 +256,7 @@ def given_weights(layer: ProtoMessage, blobs: Sequence[torch.Tensor], scales: Se
         CalibrationError: a weight is NaN; the message names the layer.
     """
     scale = torch.tensor(scales, dtype=torch.float32)
-    factors = WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32))
+    factors = QParams.symmetric(scale)
     try:
         return QuantizedWeights(layer=layer.name, matrices=(_rounded(layout_of(layer, blobs[0]), factors),))
     except AmctError as error:

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import QuantizedNet
     from amct.caffe.ptq.folding import FusionReport
-    from amct.export.binding import TensorFactors
     from amct.export.check.checking import FileToCheck
     from amct.export.check.losses import Reference
     from amct.export.formats import Exported, ExportReport
     from amct.model.quant_json import FileCheck
+    from amct.numerics.qparams import Observed
     from amct.record import CaffeRecord
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class CaffeFiles:
         results: Results,
         notes: SaveNotes,
         *,
-        tensors: Mapping[str, TensorFactors] | None = None,
+        tensors: Mapping[str, Observed] | None = None,
         reference: Reference | None = None,
         inference: Inference | str | None = None,
     ) -> None:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
-    from amct.export.binding import TensorFactors
     from amct.export.check.losses import ComparedBatch, Similarity
     from amct.export.formats import ExportedModel
+    from amct.numerics.qparams import Observed
 
     Places = Mapping[str, tuple[str, str, str]]
 
@@ -154,7 +154,7 @@ def _common_tensors(
 
 
 def noisiest_tensors(
-    model: ModelProto, tensors: Mapping[str, TensorFactors], inputs: Mapping[str, NDArray[Any]]
+    model: ModelProto, tensors: Mapping[str, Observed], inputs: Mapping[str, NDArray[Any]]
 ) -> list[str]:
     """Tensors in the order of the noise of their own quantization, the noisiest first.
 
@@ -163,18 +163,19 @@ def noisiest_tensors(
 
     Args:
         model: The float model that has these tensors.
-        tensors: Their factors.
+        tensors: Their parameters.
         inputs: The batch.
     """
     values = Runner(model, tensors, lean=True).run(inputs)
-    noise = {name: _noise(values[name].astype(np.float64), factors) for name, factors in tensors.items()}
+    noise = {name: _noise(values[name].astype(np.float64), qparams) for name, qparams in tensors.items()}
     return sorted(noise, key=lambda name: -noise[name])
 
 
-def _noise(values: NDArray[Any], factors: TensorFactors) -> float:
-    low, high = integer_range(factors.bits)
-    integers = np.clip(np.rint(values / factors.scale) + factors.zero_point, low, high)
-    error = (integers - factors.zero_point) * factors.scale - values
+def _noise(values: NDArray[Any], qparams: Observed) -> float:
+    low, high = integer_range(qparams.bits)
+    step, zero_point = qparams.step, qparams.zero_point
+    integers = np.clip(np.rint(values / step) + zero_point, low, high)
+    error = (integers - zero_point) * step - values
     axis = -1 if values.ndim == _TOKENS else min(1, values.ndim - 1)  # [batch, token, channel], or [batch, channel, …]
     others = tuple(place for place in range(values.ndim) if place != axis % max(1, values.ndim))
     signal, lost = (values**2).sum(others), (error**2).sum(others)

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from amct.export.binding import TensorFactors
     from amct.export.check.losses import Reference
     from amct.export.formats import ExportedModel, ExportReport
+    from amct.numerics.qparams import Observed
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class OnnxCheck:
     original: ModelProto
     simulate: Callable[[], ExportedModel]
     export_qdq: Callable[[Collection[str]], ExportedModel] | None = None
-    tensors: Mapping[str, TensorFactors] | None = None
+    tensors: Mapping[str, Observed] | None = None
     kept: KeptWeights | None = None
 
     @property

@@ -17,7 +17,7 @@ from amct.export.formats import LayerReport
 from amct.export.onnx.messages import attribute_value
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import quantize_bias
-from amct.numerics.arq import WeightFactors, arq, factors_per_row, quantize_weight, row_chunks
+from amct.numerics.arq import arq, quantize_weight, row_chunks
 from amct.numerics.rounding.error_cancelling import round_cancelling_errors
 from amct.numerics.rounding.paired_weights import paired_scale
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import NodeProto
 
-    from amct.export.binding import LayerFactors
     from amct.export.onnx.graph import OnnxGraph
+    from amct.numerics.qparams import LayerQParams, QParams
 
 
 _IMAGE_RANK = 4
@@ -48,7 +48,8 @@ class Layer:
     """The number of the node among those of the layer."""
     kind: LayerKind
     node: NodeProto
-    factors: LayerFactors
+    given: LayerQParams | None = None
+    """How it is quantized; None while only the form of the model is asked for."""
     weight: NDArray[Any] | None = None
     """DMQ factors are already multiplied in. LSTM, GRU: W ``[gates · hidden, input]``."""
     recurrent_weight: NDArray[Any] | None = None
@@ -62,6 +63,12 @@ class Layer:
     element_type: int = TensorProto.FLOAT
     rescaled: bool = False
     """Whether the output channels are divided by the balance factors of the next layer."""
+
+    @property
+    def qparams(self) -> LayerQParams:
+        """How it is quantized."""
+        assert self.given is not None, "the form of the model is known, no parameters yet"
+        return self.given
 
     @property
     def name(self) -> str:
@@ -124,15 +131,12 @@ class Layer:
     def integer_weight(self) -> NDArray[np.int8]:
         """The weight as integers, with the record's scales."""
         assert self.weight is not None
-        if self.factors.integer_weight is not None:
-            return np.asarray(self.factors.integer_weight, dtype=np.int8)
-        return self._rounded(self.weight, self.factors.scale_w, self.factors.wts_bits)
+        return self._rounded(self.weight, self.qparams.weight)
 
     def integer_recurrent_weight(self) -> NDArray[np.int8]:
         """R as integers, with the record's scales."""
         assert self.recurrent_weight is not None
-        assert self.factors.scale_r is not None
-        return self._rounded(self.recurrent_weight, self.factors.scale_r, self.factors.wts_bits)
+        return self._rounded(self.recurrent_weight, self.qparams.weights[1])
 
     def requantized_weight(
         self, bits: int, *, bounded_pairs: bool = False
@@ -171,22 +175,22 @@ class Layer:
 
     def row_scales(self) -> NDArray[np.float32]:
         """Scales of W: one, or one per output channel (those per gate repeated)."""
-        return self._per_row(self.factors.scale_w)
+        return self._per_row(self.qparams.weight)
 
     def recurrent_row_scales(self) -> NDArray[np.float32]:
         """Scales of R, as ``row_scales``."""
-        assert self.factors.scale_r is not None
-        return self._per_row(self.factors.scale_r)
+        return self._per_row(self.qparams.weights[1])
 
     def dequant_scale(self) -> NDArray[np.float32]:
         """scale_w · scale_d in float32, the accumulator scale; one or one per output channel.
 
         LSTM, GRU: of all rows of W, then scale_r · scale_h of all rows of R.
         """
-        own: NDArray[np.float32] = self.row_scales() * np.float32(self.factors.scale_d)
+        own: NDArray[np.float32] = self.row_scales() * np.float32(self.qparams.input.step)
         if not self.kind.is_recurrent:
             return own
-        recurrent = self.recurrent_row_scales() * np.float32(self.factors.scale_h)
+        assert self.qparams.hidden is not None
+        recurrent = self.recurrent_row_scales() * np.float32(self.qparams.hidden.step)
         rows = self.channels_out
         return np.concatenate([np.broadcast_to(own, rows), np.broadcast_to(recurrent, rows)]).astype(np.float32)
 
@@ -201,11 +205,11 @@ class Layer:
         assert self.bias is not None
         if not self.kind.is_recurrent:
             scales = self.row_scales() if scale_w is None else scale_w
-            return self._integers_of_bias(self.bias, scales, scale_d or self.factors.scale_d)
+            return self._integers_of_bias(self.bias, scales, scale_d or self.qparams.input.step)
         half = len(self.bias) // 2
-        assert self.factors.scale_h is not None
-        own = self._integers_of_bias(self.bias[:half], self.row_scales(), self.factors.scale_d)
-        recurrent = self._integers_of_bias(self.bias[half:], self.recurrent_row_scales(), self.factors.scale_h)
+        assert self.qparams.hidden is not None
+        own = self._integers_of_bias(self.bias[:half], self.row_scales(), self.qparams.input.step)
+        recurrent = self._integers_of_bias(self.bias[half:], self.recurrent_row_scales(), self.qparams.hidden.step)
         return np.concatenate([own, recurrent])
 
     def _integers_of_bias(self, bias: NDArray[Any], scale_w: NDArray[np.float32], scale_d: float) -> NDArray[np.int32]:
@@ -217,20 +221,13 @@ class Layer:
             raise ExportError(f'layer "{self.name}": {error}; leave this layer in float (skip_layers)') from error
         return integers.numpy()
 
-    def _per_row(self, scales: NDArray[np.float32]) -> NDArray[np.float32]:
-        tensor = torch.tensor(scales)
-        per_row = factors_per_row(WeightFactors(tensor, torch.zeros_like(tensor, dtype=torch.int32)), self._rows())
-        return per_row.scale.numpy()
+    def _per_row(self, qparams: QParams) -> NDArray[np.float32]:
+        scales: NDArray[np.float32] = qparams.per_row(1 if self.weight is None else self.channels_out).scale.numpy()
+        return scales
 
-    def _rows(self) -> int:
-        return 1 if self.weight is None else self.channels_out
-
-    def _rounded(self, weight: NDArray[Any], scales: NDArray[np.float32], bits: int) -> NDArray[np.int8]:
-        tensor = torch.tensor(scales)
-        factors = WeightFactors(tensor, torch.zeros_like(tensor, dtype=torch.int32))
-        as_float = _as_tensor(weight)
+    def _rounded(self, weight: NDArray[Any], qparams: QParams) -> NDArray[np.int8]:
         try:
-            return quantize_weight(as_float, factors, self.kind.weight_kind, bits, self.groups).numpy()
+            return quantize_weight(_as_tensor(weight), qparams, self.kind.weight_kind, self.groups).numpy()
         except AmctError as error:
             raise ExportError(f'layer "{self.name}": {error}') from error
 
@@ -256,8 +253,8 @@ def layer_report(layer: Layer, inserted: Iterable[str], output: str | None = Non
         kind=layer.kind,
         operator=layer.node.op_type,
         output=layer.output if output is None else output,
-        activation_bits=layer.factors.act_bits,
-        weight_bits=layer.factors.wts_bits if layer.kind.has_weights else None,
+        activation_bits=layer.qparams.input.bits,
+        weight_bits=layer.qparams.weight.bits if layer.kind.has_weights else None,
         inserted=tuple(inserted),
     )
 

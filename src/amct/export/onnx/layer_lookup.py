@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
-    from amct.export.binding import LayerBinding, LayerFactors
+    from amct.export.binding import LayerBinding
     from amct.export.onnx.kept_weights import KeptWeights
+    from amct.numerics.qparams import LayerQParams
 
 
 class LayerMismatchError(ExportError):
@@ -47,26 +48,30 @@ AMCT_MARK = "op_data_type"
 def find_layers(
     model: ModelProto,
     bindings: Sequence[LayerBinding],
-    factors: Mapping[str, LayerFactors],
+    qparams: Mapping[str, LayerQParams] | None = None,
     kept: KeptWeights | None = None,
 ) -> tuple[OnnxGraph, list[Layer], list[Skip]]:
     """Open a model for editing and find its layers, in graph order; their nodes get the names of the layers.
 
-    ``kept`` is that of ``OnnxGraph``.
+    Args:
+        model: the model, which is not changed.
+        bindings: the node of each layer.
+        qparams: by layer; the layers without are not found. None: all are, without parameters.
+        kept: that of ``OnnxGraph``.
 
     Raises:
-        ExportError: a node does not match its binding or is bound twice, or factors belong to no binding.
+        ExportError: a node does not match its binding or is bound twice, or parameters belong to no binding.
     """
-    _check_names(bindings, factors)
+    _check_names(bindings, qparams or {})
     graph = OnnxGraph(model, kept)
     for node in graph.nodes:
         graph.drop_attribute(node, AMCT_MARK)
     position = {node.name: index for index, node in enumerate(graph.nodes)}
-    bound = [binding for binding in bindings if binding.layer in factors]
+    bound = [binding for binding in bindings if qparams is None or binding.layer in qparams]
     calls: Counter[str] = Counter()
     layers = []
     for binding in bound:
-        found = find_layer(graph, binding, factors[binding.layer])
+        found = find_layer(graph, binding, None if qparams is None else qparams[binding.layer])
         layers.append(replace(found, call=calls[binding.layer]))
         calls[binding.layer] += 1
     layers.sort(key=lambda layer: position[layer.node.name])
@@ -74,18 +79,19 @@ def find_layers(
         graph.rename_node(layer.node, layer.name)
         if layer.pad is not None:
             graph.rename_node(layer.pad, f"{layer.name}_pad")
-    without = dict.fromkeys(binding.layer for binding in bindings if binding.layer not in factors)
+    found_names = {layer.layer for layer in layers}
+    without = dict.fromkeys(binding.layer for binding in bindings if binding.layer not in found_names)
     skipped = [Skip(name, "it has no quantization factors") for name in without]
     return graph, layers, skipped
 
 
-def _check_names(bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFactors]) -> None:
+def _check_names(bindings: Sequence[LayerBinding], qparams: Mapping[str, LayerQParams]) -> None:
     names = [binding.layer for binding in bindings]
     nodes = [binding.node for binding in bindings]
     repeated = sorted(name for name, count in Counter(nodes).items() if count > 1)
     if repeated:
         raise ExportError(f"a node can be bound once only; bound more than once: {', '.join(repeated)}")
-    unknown = sorted(set(factors) - set(names))
+    unknown = sorted(set(qparams) - set(names))
     if unknown:
         raise ExportError(
             f'there are factors for layer "{unknown[0]}", which is not bound to an ONNX node.'
@@ -93,34 +99,34 @@ def _check_names(bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFa
         )
 
 
-def find_layer(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors) -> Layer:
+def find_layer(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None = None) -> Layer:
     """Find the weight, bias and settings of a bound layer and check that they match its binding.
 
     Raises:
-        ExportError: node, weight, bias or number of factors do not match the layer kind.
+        ExportError: node, weight, bias or number of parameters do not match the layer kind.
     """
     node = graph.node(binding.node)
     if node.op_type not in binding.kind.operators:
         _refuse(binding, node, f"expected {' or '.join(binding.kind.operators)}")
     if binding.kind is LayerKind.AVERAGE_POOL:
-        return _find_pool(graph, binding, factors, node)
+        return _find_pool(graph, binding, qparams, node)
     if binding.kind.is_recurrent:
-        return _find_recurrent(graph, binding, factors, node)
+        return _find_recurrent(graph, binding, qparams, node)
     if binding.kind is LayerKind.LINEAR:
-        return _find_linear(graph, binding, factors, node)
-    return _find_convolution(graph, binding, factors, node)
+        return _find_linear(graph, binding, qparams, node)
+    return _find_convolution(graph, binding, qparams, node)
 
 
-def _find_pool(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors, node: NodeProto) -> Layer:
-    if factors.balance is not None:
+def _find_pool(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto) -> Layer:
+    if qparams is not None and qparams.balance is not None:
         _refuse(binding, node, "average pooling has no weight to balance: remove tensor_balance_factor")
-    if factors.scale_w.size != 1:
-        _refuse(binding, node, f"expected 1 scale_w, got {factors.scale_w.size}")
+    if qparams is not None and qparams.weight.scale.numel() != 1:
+        _refuse(binding, node, f"expected 1 scale_w, got {qparams.weight.scale.numel()}")
     return Layer(
         layer=binding.layer,
         kind=binding.kind,
         node=node,
-        factors=factors,
+        given=qparams,
         pad=_zero_pad(graph, node.input[0]),
         element_type=graph.element_type(node.input[0]),
     )
@@ -144,7 +150,7 @@ def is_zero_pad(graph: OnnxGraph, pad: NodeProto) -> bool:
     return value is not None and not np.any(value)
 
 
-def _find_convolution(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors, node: NodeProto) -> Layer:
+def _find_convolution(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto) -> Layer:
     weight = _weight(graph, binding, node, 1)
     if weight.ndim < 3:
         _refuse(binding, node, f"expected a weight of at least 3 dimensions, got shape {list(weight.shape)}")
@@ -153,20 +159,20 @@ def _find_convolution(graph: OnnxGraph, binding: LayerBinding, factors: LayerFac
     transposed = binding.kind is LayerKind.CONV_TRANSPOSE
     channels_in = weight.shape[0] if transposed else weight.shape[1] * groups
     channels_out = weight.shape[1] * groups if transposed else weight.shape[0]
-    _check_factors(binding, node, factors, channels_in=channels_in, counts=(1, channels_out), weight=weight)
+    _check_counts(binding, node, qparams, channels_in=channels_in, counts=(1, channels_out))
     return Layer(
         layer=binding.layer,
         kind=binding.kind,
         node=node,
-        factors=factors,
-        weight=_balanced(weight, factors, binding.kind, groups),
+        given=qparams,
+        weight=_balanced(weight, qparams, binding.kind, groups),
         bias=bias,
         groups=groups,
         element_type=_float_type(weight),
     )
 
 
-def _find_linear(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors, node: NodeProto) -> Layer:
+def _find_linear(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto) -> Layer:
     stored = _weight(graph, binding, node, 1)
     if stored.ndim != 2:
         _refuse(binding, node, f"expected a weight of 2 dimensions, got shape {list(stored.shape)}")
@@ -180,13 +186,13 @@ def _find_linear(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors,
     else:
         weight = stored.T
         bias, bias_node = _added_bias(graph, node, weight.shape[0])
-    _check_factors(binding, node, factors, channels_in=weight.shape[1], counts=(1, weight.shape[0]), weight=weight)
+    _check_counts(binding, node, qparams, channels_in=weight.shape[1], counts=(1, weight.shape[0]))
     return Layer(
         layer=binding.layer,
         kind=binding.kind,
         node=node,
-        factors=factors,
-        weight=_balanced(weight, factors, binding.kind, 1),
+        given=qparams,
+        weight=_balanced(weight, qparams, binding.kind, 1),
         bias=bias,
         bias_node=bias_node,
         element_type=_float_type(stored),
@@ -217,24 +223,21 @@ def _added_bias(graph: OnnxGraph, node: NodeProto, channels: int) -> tuple[NDArr
     return bias, add
 
 
-def _find_recurrent(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors, node: NodeProto) -> Layer:
+def _find_recurrent(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto) -> Layer:
     weight, recurrent = _weight(graph, binding, node, 1), _weight(graph, binding, node, 2)
     if weight.ndim != 3 or weight.shape[0] != 1 or attribute_value(node, "direction", "forward") != "forward":
         _refuse(binding, node, f"expected one forward direction, got a weight of shape {list(weight.shape)}")
-    if factors.scale_h is None or factors.offset_h is None or factors.scale_r is None:
+    if qparams is not None and (qparams.hidden is None or len(qparams.weights) != 2):
         _refuse(binding, node, "expected scale_h, offset_h and scale_r among its factors; calibrate the layer again")
-    gates, rows = binding.kind.gates, weight.shape[1]
-    counts = (1, gates, rows)
-    _check_factors(binding, node, factors, channels_in=weight.shape[2], counts=counts, weight=None)
-    if factors.scale_r.size not in counts:
-        _refuse(binding, node, f"expected {_either(counts)} scale_r, got {factors.scale_r.size}")
+    counts = (1, binding.kind.gates, weight.shape[1])
+    _check_counts(binding, node, qparams, channels_in=weight.shape[2], counts=counts)
     bias = _optional_constant(graph, binding, node, 3, "bias")
     return Layer(
         layer=binding.layer,
         kind=binding.kind,
         node=node,
-        factors=factors,
-        weight=_balanced(weight[0], factors, binding.kind, 1),
+        given=qparams,
+        weight=_balanced(weight[0], qparams, binding.kind, 1),
         recurrent_weight=recurrent[0],
         bias=None if bias is None else bias.reshape(-1),
         element_type=_float_type(weight),
@@ -255,12 +258,12 @@ def recurrent_problem(node: NodeProto) -> str | None:
     return next((problem for problem, present in problems.items() if present), None)
 
 
-def _balanced(weight: NDArray[Any], factors: LayerFactors, kind: LayerKind, groups: int) -> NDArray[Any]:
+def _balanced(weight: NDArray[Any], qparams: LayerQParams | None, kind: LayerKind, groups: int) -> NDArray[Any]:
     """The weight multiplied by its DMQ factors along the input channels."""
-    if factors.balance is None or factors.weight_is_balanced:
+    if qparams is None or qparams.balance is None:
         return weight
     wide = torch.from_numpy(np.array(weight, dtype=np.promote_types(weight.dtype, np.float32)))
-    return balance_weight(wide, torch.from_numpy(factors.balance), kind.weight_kind, groups).numpy()
+    return balance_weight(wide, qparams.balance, kind.weight_kind, groups).numpy()
 
 
 def _weight(graph: OnnxGraph, binding: LayerBinding, node: NodeProto, index: int) -> NDArray[Any]:
@@ -282,23 +285,16 @@ def _optional_constant(
     return graph.constant(node.input[index])
 
 
-def _check_factors(
-    binding: LayerBinding,
-    node: NodeProto,
-    factors: LayerFactors,
-    *,
-    channels_in: int,
-    counts: tuple[int, ...],
-    weight: NDArray[Any] | None,
+def _check_counts(
+    binding: LayerBinding, node: NodeProto, qparams: LayerQParams | None, *, channels_in: int, counts: tuple[int, ...]
 ) -> None:
-    if factors.scale_w.size not in counts:
-        _refuse(binding, node, f"expected {_either(counts)} scale_w, got {factors.scale_w.size}")
-    if factors.balance is not None and factors.balance.size != channels_in:
-        _refuse(binding, node, f"expected {channels_in} tensor_balance_factor, got {factors.balance.size}")
-    ready = factors.integer_weight
-    if ready is not None and (weight is None or ready.shape != weight.shape):
-        expected = "none" if weight is None else str(list(weight.shape))
-        _refuse(binding, node, f"integer_weight: expected shape {expected}, got {list(ready.shape)}")
+    if qparams is None:
+        return
+    for name, each in zip(("scale_w", "scale_r"), qparams.weights or (qparams.weight,), strict=False):
+        if each.scale.numel() not in counts:
+            _refuse(binding, node, f"expected {_either(counts)} {name}, got {each.scale.numel()}")
+    if qparams.balance is not None and qparams.balance.numel() != channels_in:
+        _refuse(binding, node, f"expected {channels_in} tensor_balance_factor, got {qparams.balance.numel()}")
 
 
 def _either(counts: tuple[int, ...]) -> str:

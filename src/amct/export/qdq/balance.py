@@ -16,23 +16,24 @@ import torch
 from amct.model.kinds import LayerKind
 from amct.model.operators import WITH_BIAS
 from amct.numerics.arq import channels_first, from_channels_first
+from amct.numerics.qparams import LayerQParams, QParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from amct.export.binding import TensorFactors
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import Layer
     from amct.export.qdq.placement import FastPlacement
+    from amct.numerics.qparams import Observed
 
 
 def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.floating] = np.float32) -> str:
     """Insert ``<layer>.mul`` behind ``tensor`` if the layer has DMQ factors; returns the tensor to quantize."""
-    if layer.factors.balance is None:
+    if layer.qparams.balance is None:
         return tensor
-    inverse = (1.0 / layer.factors.balance).astype(dtype).reshape(_shape(layer, graph.rank(tensor)))
+    inverse = (1.0 / layer.qparams.balance.numpy()).astype(dtype).reshape(_shape(layer, graph.rank(tensor)))
     constant = graph.add_constant(f"{layer.name}.tensor_balance_factor", inverse)
     return graph.add_node("Mul", f"{layer.name}.mul", [tensor, constant])
 
@@ -41,17 +42,17 @@ def fold_balance(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Layer]:
     """Fold balance factors into the layer that computes the balanced tensor, where at most a Relu is between them."""
     current = {id(layer.node): layer for layer in layers}
     for layer in layers:
-        balance = current[id(layer.node)].factors.balance
+        balance = current[id(layer.node)].qparams.balance
         source = _sole_source(graph, layer, current)
-        if balance is None or source is None or source.channels_out != balance.size:
+        if balance is None or source is None or source.channels_out != balance.numel():
             continue
-        current[id(source.node)] = _divided(source, balance)
+        current[id(source.node)] = _divided(source, balance.numpy())
         follower = current[id(layer.node)]
-        current[id(layer.node)] = replace(follower, factors=replace(follower.factors, balance=None))
+        current[id(layer.node)] = replace(follower, given=replace(follower.qparams, balance=None))
     return [current[id(layer.node)] for layer in layers]
 
 
-def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapping[str, TensorFactors]) -> list[Layer]:
+def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapping[str, Observed]) -> list[Layer]:
     """Balance the linear layers whose input has factors from calibration; each then gets its own quantizer.
 
     Only inputs computed in float are balanced: an input that is already integer has lost the precision to be gained.
@@ -65,22 +66,21 @@ def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapp
             continue
         placed.uncover(tensor, layer)
         assert layer.weight is not None
-        divisor = np.asarray(found.balance, dtype=np.float32)
-        weight = layer.weight * divisor
+        assert found.balance is not None
+        weight = layer.weight * found.balance.numpy()
         one_scale = np.abs(weight).max(keepdims=True).reshape(1) / np.float32(127)  # record scales do not fit here
-        factors = replace(
-            layer.factors, scale_d=found.scale, offset_d=found.zero_point, balance=divisor, scale_w=one_scale
+        qparams = LayerQParams(
+            inputs={0: found}, weights=(QParams.symmetric(torch.from_numpy(one_scale)),), balance=found.balance
         )
-        balanced.append(replace(layer, weight=weight, factors=factors))
+        balanced.append(replace(layer, weight=weight, given=qparams))
     return balanced
 
 
-def _can_be_balanced(layer: Layer, found: TensorFactors) -> bool:
-    factors = layer.factors
-    free = factors.balance is None and factors.integer_weight is None
-    eight_bits = factors.act_bits == factors.wts_bits == found.bits == 8
-    is_linear = layer.kind is LayerKind.LINEAR and found.balance is not None
-    return free and eight_bits and is_linear and len(found.balance or ()) == layer.channels_in
+def _can_be_balanced(layer: Layer, found: Observed) -> bool:
+    eight_bits = layer.qparams.input.bits == layer.qparams.weight.bits == found.bits == 8
+    if layer.qparams.balance is not None or not eight_bits or layer.kind is not LayerKind.LINEAR:
+        return False
+    return found.balance is not None and found.balance.numel() == layer.channels_in
 
 
 def _sole_source(graph: OnnxGraph, layer: Layer, layers: dict[int, Layer]) -> Layer | None:
@@ -107,7 +107,8 @@ def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
     weight = from_channels_first(rows, layer.weight.shape, kind, layer.groups).numpy()
     scales = np.broadcast_to(layer.row_scales(), divisor.shape) / divisor
     bias = None if layer.bias is None else layer.bias / divisor
-    return replace(layer, weight=weight, bias=bias, factors=replace(layer.factors, scale_w=scales), rescaled=True)
+    qparams = replace(layer.qparams, weights=(replace(layer.qparams.weight, scale=torch.from_numpy(scales)),))
+    return replace(layer, weight=weight, bias=bias, given=qparams, rescaled=True)
 
 
 def _shape(layer: Layer, axes: int | None) -> list[int]:

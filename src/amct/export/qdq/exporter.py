@@ -10,29 +10,30 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
+import torch
 from onnx import TensorProto
 
 from amct.errors import ExportError
-from amct.export.binding import LayerFactors, TensorFactors, placeholder_factors
 from amct.export.formats import ExportedModel, write_metadata
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer import layer_report, share_weights
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.qdq.auto import fastest_placement
-from amct.export.qdq.balance import balance_inputs, fold_balance, insert_balance
+from amct.export.qdq.balance import balance_inputs, fold_balance
 from amct.export.qdq.float_tensors import imprecise_sums, tensors_kept_float
 from amct.export.qdq.means import means_to_pooling
-from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes, layer_input_factors
+from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes
 from amct.export.qdq.pads import merge_pads
-from amct.export.qdq.placement import FastPlacement, FastPlanner, has_integer_kernel
+from amct.export.qdq.placement import FastPlacement, FastPlanner, PlannedQParams, has_integer_kernel
 from amct.export.qdq.unfused_sums import keep_sums_apart
 from amct.export.request import Placement, Target, choice
 from amct.model import Skip
+from amct.numerics.qparams import LayerQParams, QParams
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from amct.export.formats import LayerReport
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import Layer
+    from amct.numerics.qparams import Observed
 
 OLDEST_OPSET = 13
 
@@ -47,9 +49,9 @@ OLDEST_OPSET = 13
 def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the options of a user
     model: ModelProto,
     bindings: Sequence[LayerBinding],
-    factors: Mapping[str, LayerFactors],
+    factors: Mapping[str, LayerQParams],
     *,
-    tensors: Mapping[str, TensorFactors] | None = None,
+    tensors: Mapping[str, Observed] | None = None,
     placement: Placement | str = Placement.FAST,
     target: Target | str = Target.PORTABLE,
     float_tensors: Collection[str] = (),
@@ -135,7 +137,7 @@ def _quantize_layers(
 
 
 def _place_fast(
-    nodes: QdqNodes, layers: Sequence[Layer], tensors: Mapping[str, TensorFactors], float_tensors: Collection[str]
+    nodes: QdqNodes, layers: Sequence[Layer], tensors: Mapping[str, Observed], float_tensors: Collection[str]
 ) -> tuple[list[Layer], FastPlacement, list[Skip]]:
     """Plan placement ``fast``; returns the layers that are quantized, the placement, and the layers left float."""
     graph = nodes.graph
@@ -143,7 +145,7 @@ def _place_fast(
     means_to_pooling(graph)
     padded = merge_pads(graph, layers)
     kept_float = [layer for layer in layers if not has_integer_kernel(layer)]
-    skipped = _leave_float(graph, kept_float)
+    skipped = _left_float(kept_float)
     layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
     planner = FastPlanner(graph, [*layers, *kept_float], tensors.get, tensors_kept_float(graph, tensors, float_tensors))
     placed = planner.run()
@@ -197,16 +199,12 @@ def fast_tensors(
     Raises:
         ExportError: a node does not match its binding.
     """
-    placeholder = placeholder_factors(offset_d=-128)
-    graph, found, _ = find_layers(model, bindings, {binding.layer: placeholder for binding in bindings})
+    graph, found, _ = find_layers(model, bindings)
     layers = []
     for layer in found:
-        factors = placeholder
-        if layer.layer in balanced:
-            factors = replace(factors, balance=np.ones(layer.channels_in, dtype=np.float32))
-        if layer.layer in other_bits:
-            factors = replace(factors, act_bits=16)
-        layers.append(replace(layer, factors=factors))
+        some = QParams.of(1.0, -128, 16 if layer.layer in other_bits else 8)
+        balance = torch.ones(layer.channels_in) if layer.layer in balanced else None
+        layers.append(replace(layer, given=LayerQParams(inputs={0: some}, balance=balance)))
     means_to_pooling(graph)
     merge_pads(graph, layers)
     kept_float = [layer for layer in layers if not has_integer_kernel(layer)]
@@ -214,24 +212,23 @@ def fast_tensors(
     placed = FastPlanner(
         graph,
         [*layers, *kept_float],
-        lambda tensor: _RequestedFactors(scale=1.0, zero_point=-128, tensor=tensor),
+        lambda tensor: replace(PlannedQParams.of(1.0, -128), tensor=tensor),
         imprecise_sums(graph),
     ).run()
     used = (*placed.float_tensors.values(), *placed.integer_tensors.values())
     shared = {
-        tensor: factors.layer
-        for tensor, factors in placed.integer_tensors.items()
-        if factors.layer is not None and graph.only_consumer(tensor) is None
+        tensor: each.layer
+        for tensor, each in placed.integer_tensors.items()
+        if isinstance(each, PlannedQParams) and each.layer is not None and graph.only_consumer(tensor) is None
     }
-    requested = dict.fromkeys(factors.tensor for factors in used if isinstance(factors, _RequestedFactors))
+    requested = dict.fromkeys(
+        each.tensor for each in used if isinstance(each, PlannedQParams) and each.tensor is not None
+    )
     return FastTensors(tuple(requested), shared)
 
 
-def _leave_float(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Skip]:
-    """Leave layers float in placement ``fast``; returns them with the reason."""
-    for layer in layers:
-        if layer.factors.weight_is_balanced:
-            graph.set_input(layer.node, 0, insert_balance(graph, layer, layer.node.input[0]))
+def _left_float(layers: Sequence[Layer]) -> list[Skip]:
+    """The layers that placement ``fast`` leaves float, with the reason."""
     return [
         Skip(
             layer.name,
@@ -242,15 +239,8 @@ def _leave_float(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Skip]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RequestedFactors(TensorFactors):
-    """Factors with the name of the tensor they were requested for, kept wherever the placement uses them."""
-
-    tensor: str
-
-
 def _means(
-    layers: Sequence[Layer], tensors: Mapping[str, TensorFactors], padded: Mapping[str, str]
+    layers: Sequence[Layer], tensors: Mapping[str, Observed], padded: Mapping[str, str]
 ) -> dict[str, NDArray[np.float32]]:
     """The per-channel mean of each layer's input, after balancing; ``padded`` is that of ``merge_pads``."""
     means = {}
@@ -258,12 +248,12 @@ def _means(
         observed = padded.get(layer.name, layer.reader.input[0])
         found = tensors.get(observed) if layer.weight is not None else None
         if found is not None and found.mean is not None and len(found.mean) == layer.channels_in:
-            mean = np.asarray(found.mean, dtype=np.float32)
-            means[layer.name] = mean if layer.factors.balance is None else mean / layer.factors.balance
+            mean, balance = found.mean.numpy(), layer.qparams.balance
+            means[layer.name] = mean if balance is None else mean / balance.numpy()
     return means
 
 
-def _why_exact(tensors: Mapping[str, TensorFactors] | None, placement: Placement) -> str:
+def _why_exact(tensors: Mapping[str, Observed] | None, placement: Placement) -> str:
     reason = "the model is not float32 throughout"
     if tensors is None:
         reason = "no factors of the tensors between layers were given"
@@ -282,8 +272,8 @@ def _with_shared_quantizers(
         result = layer.node.output[0]
         user = nodes.graph.only_consumer(result)
         tensors = [layer.reader.input[0], result, *(user.output if user is not None else ())]
-        factors = placed.factors(tensors[0]) if layer.name in placed.covered_layers else None
-        needed[layer.name] = (tensors, (factors or layer_input_factors(layer.factors)).scale)
+        shared = placed.qparams(tensors[0]) if layer.name in placed.covered_layers else None
+        needed[layer.name] = (tensors, (shared or layer.qparams.input).step)
     inserted = _apply(nodes, placed)
     return [
         (layer, [name for tensor in needed[layer.name][0] for name in inserted.pop(tensor, ())], needed[layer.name][1])
@@ -327,8 +317,8 @@ def _redirect(graph: OnnxGraph, readers: Sequence[NodeProto], tensor: str, resul
 
 def _quantize_inputs(nodes: QdqNodes, layer: Layer, *, covered: bool) -> list[Skip]:
     """Quantize a layer's inputs except its weights, unless the placement did; returns those that were skipped."""
-    factors = layer.factors
-    if factors.act_bits == 16 and nodes.graph.opset < SIXTEEN_BIT_OPSET:
+    qparams = layer.qparams
+    if qparams.input.bits == 16 and nodes.graph.opset < SIXTEEN_BIT_OPSET:
         return [
             Skip(
                 layer.name,
@@ -337,26 +327,24 @@ def _quantize_inputs(nodes: QdqNodes, layer: Layer, *, covered: bool) -> list[Sk
             )
         ]
     if not covered:
-        tensor = _quantized_for(nodes, layer, layer.reader.input[0], layer_input_factors(factors), layer.name)
+        tensor = _quantized_for(nodes, layer, layer.reader.input[0], qparams.input, layer.name)
         nodes.graph.set_input(layer.reader, 0, tensor)
     if layer.kind.is_recurrent and len(layer.node.input) > 5 and layer.node.input[5]:
-        assert factors.scale_h is not None
-        assert factors.offset_h is not None
-        hidden = TensorFactors(scale=factors.scale_h, zero_point=factors.offset_h, bits=factors.act_bits)
-        state = _quantized_for(nodes, layer, layer.node.input[5], hidden, f"{layer.name}.state")
+        assert qparams.hidden is not None
+        state = _quantized_for(nodes, layer, layer.node.input[5], qparams.hidden, f"{layer.name}.state")
         nodes.graph.set_input(layer.node, 5, state)
     return []
 
 
-def _quantized_for(nodes: QdqNodes, layer: Layer, tensor: str, factors: TensorFactors, name: str) -> str:
+def _quantized_for(nodes: QdqNodes, layer: Layer, tensor: str, qparams: QParams, name: str) -> str:
     """Quantize a tensor for one layer: balanced first, and in float32 for any data type of the model."""
     graph = nodes.graph
     is_input = name == layer.name
     if not layer.is_wide_float:
         tensor = graph.add_node("Cast", f"{name}.widen", [tensor], to=TensorProto.FLOAT)
-    if is_input and layer.factors.balance is not None:
+    if is_input and layer.qparams.balance is not None:
         tensor = nodes.balanced(layer, tensor)
-    _, result = nodes.activation(tensor, factors, None if layer.is_wide_float else name)
+    _, result = nodes.activation(tensor, qparams, None if layer.is_wide_float else name)
     if layer.kind.is_recurrent and not layer.is_wide_float:
         return graph.add_node("Cast", f"{name}.narrow", [result], to=layer.element_type)
     return result

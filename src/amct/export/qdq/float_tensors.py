@@ -20,8 +20,8 @@ from amct.model.operators import MOVING
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from amct.export.binding import TensorFactors
     from amct.export.onnx.graph import OnnxGraph
+    from amct.numerics.qparams import Observed
 
 PROBABILITY_STEP = 1 / 255
 """The step of a probability that was not observed."""
@@ -30,7 +30,7 @@ _PROBABILITY_SQNR = 10 ** (30 / 20)
 
 
 def tensors_kept_float(
-    graph: OnnxGraph, observed: Mapping[str, TensorFactors], requested: Collection[str]
+    graph: OnnxGraph, observed: Mapping[str, Observed], requested: Collection[str]
 ) -> dict[str, str]:
     """The tensors that only layers read quantized, with the reason.
 
@@ -64,14 +64,14 @@ def _partial_sums(graph: OnnxGraph) -> list[str]:
     return found
 
 
-def _fine_probabilities(graph: OnnxGraph, observed: Mapping[str, TensorFactors]) -> list[str]:
+def _fine_probabilities(graph: OnnxGraph, observed: Mapping[str, Observed]) -> list[str]:
     found = []
     for node in graph.nodes:
         if node.op_type != "Softmax":
             continue
         result = node.output[0]
         alternatives = graph.dimension(result, attribute_value(node, "axis", -1)) or math.inf
-        step = observed[result].scale if result in observed else PROBABILITY_STEP
+        step = observed[result].step if result in observed else PROBABILITY_STEP
         if math.sqrt(12) / (alternatives * step) < _PROBABILITY_SQNR:
             found += _moved(graph, result)
     return found

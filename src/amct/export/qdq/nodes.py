@@ -24,13 +24,12 @@ import numpy as np
 import torch
 
 from amct.errors import CalibrationError, ExportError
-from amct.export.binding import LayerFactors, TensorFactors
 from amct.export.onnx.layer import owned_name, replace_bias, stored_weight
 from amct.export.qdq.balance import insert_balance
 from amct.export.request import Target
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import fine_where_empty, fit_bias
-from amct.numerics.rounding.paired_weights import adds_pairs, pairs_fit
+from amct.numerics.rounding.paired_weights import adds_pairs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,15 +37,11 @@ if TYPE_CHECKING:
 
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import Layer
+    from amct.numerics.qparams import QParams
 
 BITS_OF_ANY_PAIR = 7
 """Two products of weights with so many bits always fit 16 bits."""
 SIXTEEN_BIT_OPSET = 21
-
-
-def layer_input_factors(factors: LayerFactors) -> TensorFactors:
-    """The factors of a layer's input."""
-    return TensorFactors(scale=factors.scale_d, zero_point=factors.offset_d, bits=factors.act_bits)
 
 
 class QdqNodes:
@@ -61,25 +56,25 @@ class QdqNodes:
         """By layer: the per-channel mean of its input, if known."""
         self.notes: list[str] = []
         self._bits: dict[str, int] = {}
-        self._pairs: dict[tuple[str, TensorFactors], tuple[str, str]] = {}
+        self._pairs: dict[tuple[str, QParams], tuple[str, str]] = {}
         self._balanced: dict[tuple[str, bytes], str] = {}
 
-    def activation(self, tensor: str, factors: TensorFactors, name: str | None = None) -> tuple[str, str]:
+    def activation(self, tensor: str, qparams: QParams, name: str | None = None) -> tuple[str, str]:
         """Quantize and dequantize a tensor; returns the integer and the float tensor.
 
         Nodes are named ``<name>.quantize`` and ``<name>.dequantize``; ``name`` is by default the tensor's name.
         """
-        key = (tensor, factors)
+        key = (tensor, qparams)
         if key not in self._pairs:
             base = self.graph.fresh_name(f"{name or tensor}.quantize").removesuffix(".quantize")
-            source = self._clipped(tensor, factors, base) if factors.bits == 4 else tensor
-            parameters = self._parameters(base, factors)
+            source = self._clipped(tensor, qparams, base) if qparams.bits == 4 else tensor
+            parameters = self._parameters(base, qparams)
             integers = self.graph.add_node("QuantizeLinear", f"{base}.quantize", [source, *parameters])
             result = self.graph.add_node("DequantizeLinear", f"{base}.dequantize", [integers, *parameters])
             self._pairs[key] = (integers, result)
         return self._pairs[key]
 
-    def behind(self, tensor: str, factors: TensorFactors) -> str:
+    def behind(self, tensor: str, qparams: QParams) -> str:
         """As ``activation``, but every reader of the tensor, and the graph output, reads the result.
 
         Returns the integer tensor.
@@ -87,24 +82,24 @@ class QdqNodes:
         graph = self.graph
         base = graph.fresh_name(f"{tensor}.quantize").removesuffix(".quantize")
         read, write = graph.tap(tensor, f"{base}.dequantize.output0")
-        parameters = self._parameters(base, factors)
+        parameters = self._parameters(base, qparams)
         integers = graph.add_node("QuantizeLinear", f"{base}.quantize", [read, *parameters])
         graph.add_node("DequantizeLinear", f"{base}.dequantize", [integers, *parameters], [write])
-        self._pairs[write, factors] = (integers, write)
+        self._pairs[write, qparams] = (integers, write)
         return integers
 
     def balanced(self, layer: Layer, tensor: str) -> str:
         """Divide a layer's input by its balance factors; layers with the same factors share the result."""
-        assert layer.factors.balance is not None
-        key = (tensor, layer.factors.balance.tobytes())
+        assert layer.qparams.balance is not None
+        key = (tensor, layer.qparams.balance.numpy().tobytes())
         if key not in self._balanced:
             self._balanced[key] = insert_balance(self.graph, layer, tensor)
         return self._balanced[key]
 
-    def zero(self, factors: TensorFactors) -> NDArray[np.unsignedinteger]:
+    def zero(self, qparams: QParams) -> NDArray[np.unsignedinteger]:
         """The integer that represents 0.0."""
-        dtype, shift = (np.uint16, 2**15) if factors.bits == 16 else (np.uint8, 2**7)
-        return np.asarray(factors.zero_point + shift, dtype=dtype)
+        dtype, shift = (np.uint16, 2**15) if qparams.bits == 16 else (np.uint8, 2**7)
+        return np.asarray(qparams.zero_point + shift, dtype=dtype)
 
     def constant(self, node: NodeProto, index: int) -> None:
         """Quantize a constant operand of a node to uint8."""
@@ -119,13 +114,13 @@ class QdqNodes:
         result = self._dequantized_constant(base, integers, np.asarray(scale), np.asarray(zero))
         self.graph.set_input(node, index, result)
 
-    def padded(self, pad: NodeProto, source: str, factors: TensorFactors) -> str:
+    def padded(self, pad: NodeProto, source: str, qparams: QParams) -> str:
         """Make a Pad work on ``source``, the integers of its input; its readers read the dequantized result."""
         graph = self.graph
         base = graph.fresh_name(pad.output[0])
         read, write = graph.tap(pad.output[0], f"{base}.dequantize.output0")
         graph.forget_type(read)
-        parameters = self._parameters(base, factors)
+        parameters = self._parameters(base, qparams)
         graph.set_input(pad, 0, source)
         graph.set_input(pad, 2, parameters[1])
         graph.add_node("DequantizeLinear", f"{base}.dequantize", [read, *parameters], [write])
@@ -133,7 +128,7 @@ class QdqNodes:
 
     def weight_bits(self, layer: Layer) -> int:
         """The bit width of a layer's weights in the file, once they are written."""
-        return self._bits.get(layer.name, layer.factors.wts_bits)
+        return self._bits.get(layer.name, layer.qparams.weight.bits)
 
     def weights(self, layer: Layer, scale_d: float) -> None:
         """Make a layer read its weights and bias from integers.
@@ -163,24 +158,18 @@ class QdqNodes:
 
     def _is_rounded_again(self, layer: Layer) -> bool:
         """Whether the float weights are rounded again; otherwise the file has the record's own integers."""
-        factors, ready = layer.factors, layer.factors.integer_weight
-        if layer.kind not in (LayerKind.CONV, LayerKind.LINEAR) or factors.act_bits > 8:
+        if layer.kind not in (LayerKind.CONV, LayerKind.LINEAR) or layer.qparams.input.bits > 8:
             return False
-        if self.target is Target.PORTABLE and factors.wts_bits > BITS_OF_ANY_PAIR:
-            return ready is None or (_adds_pairs(layer) and not pairs_fit(torch.from_numpy(np.array(ready))))
-        one_scale = factors.scale_w.size == 1 and ready is None
+        if self.target is Target.PORTABLE and layer.qparams.weight.bits > BITS_OF_ANY_PAIR:
+            return True
+        one_scale = layer.qparams.weight.scale.numel() == 1
         return self.fast and self.target is Target.VNNI and layer.kind is LayerKind.LINEAR and one_scale
 
     def _layer_weight(self, layer: Layer, *, again: bool) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         if not again:
             return layer.integer_weight(), layer.row_scales()
-        if layer.factors.integer_weight is not None:
-            self.notes.append(
-                f'layer "{layer.name}": its ready 8-bit integers (AdaRound) do not fit target "portable", whose pairs '
-                'of neighbours are bounded; the float weights were rounded again. Targets "vnni" and "exact8" keep them'
-            )
         bounded = self.target is Target.PORTABLE and _adds_pairs(layer)
-        integers, scales = layer.requantized_weight(layer.factors.wts_bits, bounded_pairs=bounded)
+        integers, scales = layer.requantized_weight(layer.qparams.weight.bits, bounded_pairs=bounded)
         if bounded and max(int(integers.max()), -int(integers.min())) < 2 ** (BITS_OF_ANY_PAIR - 1):
             self._bits[layer.name] = BITS_OF_ANY_PAIR
         return integers, scales
@@ -258,14 +247,14 @@ class QdqNodes:
         result = self._dequantized_constant(base, integers, scales * np.float32(scale_d))
         self.graph.set_input(*layer.bias_place, result)
 
-    def _parameters(self, base: str, factors: TensorFactors) -> list[str]:
-        scale = self.graph.add_initializer(f"{base}.scale", np.asarray(factors.scale, dtype=np.float32))
-        return [scale, self.graph.add_initializer(f"{base}.zero_point", self.zero(factors))]
+    def _parameters(self, base: str, qparams: QParams) -> list[str]:
+        scale = self.graph.add_initializer(f"{base}.scale", np.asarray(qparams.step, dtype=np.float32))
+        return [scale, self.graph.add_initializer(f"{base}.zero_point", self.zero(qparams))]
 
-    def _clipped(self, tensor: str, factors: TensorFactors, base: str) -> str:
+    def _clipped(self, tensor: str, qparams: QParams, base: str) -> str:
         """Clip 4-bit activations to their own range, because uint8, which stores them, saturates later."""
-        low = np.float32((-8 - factors.zero_point) * factors.scale)
-        high = np.float32((7 - factors.zero_point) * factors.scale)
+        low = np.float32((-8 - qparams.zero_point) * qparams.step)
+        high = np.float32((7 - qparams.zero_point) * qparams.step)
         limits = [
             self.graph.add_initializer(f"{base}.minimum", np.asarray(low)),
             self.graph.add_initializer(f"{base}.maximum", np.asarray(high)),

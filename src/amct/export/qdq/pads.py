@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from amct.export.onnx.layer_lookup import is_zero_pad
 from amct.export.onnx.messages import attribute_value
-from amct.export.qdq.nodes import layer_input_factors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,9 +50,9 @@ def _is_convolution_of(reader: NodeProto, pad: NodeProto) -> bool:
 def _agree(layers: Sequence[Layer], pad: NodeProto) -> bool:
     """Whether all layers that read the input or the output of a Pad have the same factors."""
     tensors = (pad.input[0], pad.output[0])
-    found = [layer.factors for layer in layers if layer.reader.input[0] in tensors]
-    plain = len(found) < 2 or all(factors.balance is None for factors in found)
-    return plain and len({layer_input_factors(factors) for factors in found}) <= 1
+    found = [layer.qparams for layer in layers if layer.reader.input[0] in tensors]
+    plain = len(found) < 2 or all(qparams.balance is None for qparams in found)
+    return plain and len({qparams.input for qparams in found}) <= 1
 
 
 def _amounts(graph: OnnxGraph, pad: NodeProto, convolution: NodeProto) -> list[int] | None:

@@ -15,16 +15,14 @@ product of matrices; otherwise integers would only add a rounding. The rest stay
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.export.binding import TensorFactors
 from amct.export.onnx.layer_lookup import is_zero_pad
 from amct.export.onnx.messages import attribute_value
 from amct.export.qdq.float_tensors import PROBABILITY_STEP
-from amct.export.qdq.nodes import layer_input_factors
 from amct.export.qdq.value_limits import (
     HIGHEST,
     LOWEST,
@@ -36,6 +34,7 @@ from amct.export.qdq.value_limits import (
 from amct.model import Skip
 from amct.model.kinds import LayerKind
 from amct.model.operators import ACTIVATIONS, AVERAGING, INTEGER_ELEMENTWISE, VALUE_KEEPING, VALUE_PICKING, ZERO_TO_ONE
+from amct.numerics.qparams import Observed, QParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -51,13 +50,21 @@ def has_integer_kernel(layer: Layer) -> bool:
     return layer.kind is not LayerKind.CONV_TRANSPOSE and not layer.kind.is_recurrent
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedQParams(QParams):
+    """Parameters with their origin: the layer whose input has them, or the tensor that they were requested for."""
+
+    layer: str | None = None
+    tensor: str | None = None
+
+
 @dataclass(frozen=True)
 class FastPlacement:
     """The tensors that placement ``fast`` quantizes."""
 
-    integer_tensors: dict[str, TensorFactors] = field(default_factory=dict)
+    integer_tensors: dict[str, QParams] = field(default_factory=dict)
     """Tensors that exist only as integers: every reader reads them dequantized."""
-    float_tensors: dict[str, TensorFactors] = field(default_factory=dict)
+    float_tensors: dict[str, QParams] = field(default_factory=dict)
     """Tensors computed in float; those in ``readers`` read them quantized."""
     readers: dict[str, list[NodeProto]] = field(default_factory=dict)
     constants: list[tuple[NodeProto, int]] = field(default_factory=list)
@@ -68,8 +75,8 @@ class FastPlacement:
     """Layers whose input this placement quantizes; the others get their own quantizer."""
     skipped: list[Skip] = field(default_factory=list)
 
-    def factors(self, tensor: str) -> TensorFactors | None:
-        """The factors of a quantized tensor; None if it is not quantized."""
+    def qparams(self, tensor: str) -> QParams | None:
+        """The parameters of a quantized tensor; None if it is not quantized."""
         return self.integer_tensors.get(tensor) or self.float_tensors.get(tensor)
 
     def uncover(self, tensor: str, layer: Layer) -> None:
@@ -90,25 +97,27 @@ class FastPlanner:
         self,
         graph: OnnxGraph,
         layers: Sequence[Layer],
-        observed: Callable[[str], TensorFactors | None],
+        observed: Callable[[str], QParams | None],
         float_tensors: Mapping[str, str],
     ) -> None:
         self.graph = graph
         self._observed = observed
         self._layer_of = {id(layer.node): layer for layer in layers if has_integer_kernel(layer)}
         self._bias_nodes = {id(layer.bias_node) for layer in layers if layer.bias_node is not None}
-        self._required: dict[str, TensorFactors] = {}
+        self._required: dict[str, QParams] = {}
         self._excluded: set[str] = set()
         self._float = float_tensors
-        self._known: dict[str, TensorFactors | None] = {}
+        self._known: dict[str, QParams | None] = {}
         self._before_integers = self._tensors_before_integers()
         self.plan = FastPlacement()
         for layer in layers:
             tensor = layer.reader.input[0]
-            if layer.factors.act_bits != 8:
+            given = layer.qparams.input
+            if given.bits != 8:
                 self._exclude(tensor)
-            elif layer.factors.balance is None:
-                self._required.setdefault(tensor, replace(layer_input_factors(layer.factors), layer=layer.layer))
+            elif layer.qparams.balance is None:
+                named = PlannedQParams(scale=given.scale, offset=given.offset, bits=given.bits, layer=layer.layer)
+                self._required.setdefault(tensor, named)
 
     def _exclude(self, tensor: str) -> None:
         """Exclude a tensor that a layer without 8-bit activations reads, and the tensors its values come from."""
@@ -138,15 +147,11 @@ class FastPlanner:
 
     def _place_layer(self, layer: Layer) -> None:
         tensor = layer.reader.input[0]
-        can_be_covered = layer.factors.act_bits == 8 and layer.factors.balance is None
-        if (
-            can_be_covered
-            and self._required[tensor] == layer_input_factors(layer.factors)
-            and tensor not in self._excluded
-        ):
+        can_be_covered = layer.qparams.input.bits == 8 and layer.qparams.balance is None
+        if can_be_covered and self._required[tensor] == layer.qparams.input and tensor not in self._excluded:
             self._quantize_for(tensor, layer.reader)
             self.plan.covered_layers.add(layer.name)
-        if layer.factors.act_bits != 8:
+        if layer.qparams.input.bits != 8:
             return
         if layer.kind is LayerKind.CONV:
             self._require_output(layer.node, f'onnxruntime computes convolution "{layer.name}" in float')
@@ -161,7 +166,7 @@ class FastPlanner:
         if not any(self._is_integer(name) for name in data) or node.output[0] not in self._before_integers:
             return
         needed = [*data, self._behind_activation(node)]
-        missing = [name for name in needed if name in self._float or self._factors(name) is None]
+        missing = [name for name in needed if name in self._float or self._qparams(name) is None]
         if missing:
             for name in missing:
                 self._skip(name, f"{node.op_type} stays float")
@@ -177,7 +182,7 @@ class FastPlanner:
         """Place a product of two computed matrices, as in attention; its output may stay float."""
         if any(self.graph.is_constant(name) for name in node.input):
             return
-        if all(name not in self._float and self._factors(name) is not None for name in node.input):
+        if all(name not in self._float and self._qparams(name) is not None for name in node.input):
             for name in node.input:
                 self._quantize_for(name, node)
 
@@ -185,7 +190,7 @@ class FastPlanner:
         """Keep moved values integer if a layer or a product behind them reads integers."""
         if not self._is_integer(node.input[0]) or not self._picks(node):
             return
-        if self._factors(node.output[0]) != self._factors(node.input[0]):
+        if self._qparams(node.output[0]) != self._qparams(node.input[0]):
             return
         moved = _moved(node)
         if not self._before_integers.isdisjoint(moved) and not any(name in self._float for name in moved):
@@ -197,26 +202,26 @@ class FastPlanner:
         """Quantize a tensor for one reader."""
         if tensor in self.plan.integer_tensors:
             return
-        factors = self._factors(tensor)
-        assert factors is not None  # checked by the caller
-        self.plan.float_tensors[tensor] = factors
+        qparams = self._qparams(tensor)
+        assert qparams is not None  # checked by the caller
+        self.plan.float_tensors[tensor] = qparams
         readers = self.plan.readers.setdefault(tensor, [])
         if not any(other is reader for other in readers):
             readers.append(reader)
 
     def _quantize_moved(self, node: NodeProto) -> None:
-        factors = self._factors(node.input[0])
-        assert factors is not None
+        qparams = self._qparams(node.input[0])
+        assert qparams is not None
         for name in _moved(node):
-            self._keep_integer(name, factors)
+            self._keep_integer(name, qparams)
 
     def _require_output(self, node: NodeProto, consequence: str) -> None:
         output = self._behind_activation(node)
-        factors = self._factors(output)
-        if factors is None or output in self._float:
+        qparams = self._qparams(output)
+        if qparams is None or output in self._float:
             self._skip(output, consequence)
         else:
-            self._keep_integer(output, factors)
+            self._keep_integer(output, qparams)
 
     def _skip(self, tensor: str, consequence: str) -> None:
         if any(skip.layer == tensor for skip in self.plan.skipped):
@@ -226,9 +231,9 @@ class FastPlanner:
             reason = "it feeds a layer of another bit width"
         self.plan.skipped.append(Skip(tensor, f"{reason}; {consequence}"))
 
-    def _keep_integer(self, tensor: str, factors: TensorFactors) -> None:
-        self._known[tensor] = factors
-        self.plan.integer_tensors[tensor] = factors
+    def _keep_integer(self, tensor: str, qparams: QParams) -> None:
+        self._known[tensor] = qparams
+        self.plan.integer_tensors[tensor] = qparams
         self.plan.float_tensors.pop(tensor, None)
         self.plan.readers.pop(tensor, None)
 
@@ -241,57 +246,57 @@ class FastPlanner:
         user = self.graph.only_consumer(output)
         if user is None or user.op_type not in ACTIVATIONS:
             return output
-        factors = self._factors(user.output[0])
+        qparams = self._qparams(user.output[0])
         if user.output[0] in self._float:
             return user.output[0]
-        if factors is None and self._factors(output) is not None:
+        if qparams is None and self._qparams(output) is not None:
             return output
-        if factors is None or self._absorbs(user, factors):
+        if qparams is None or self._absorbs(user, qparams):
             return user.output[0]
         return output
 
-    def _absorbs(self, activation: NodeProto, factors: TensorFactors) -> bool:
+    def _absorbs(self, activation: NodeProto, qparams: QParams) -> bool:
         """Whether the limits of a quantizer have the same effect as an activation."""
         low, high = activation_limits(self.graph, activation)
         slack = float(np.finfo(np.float32).eps)
-        bottom = (LOWEST - factors.zero_point) * factors.scale
-        top = (HIGHEST - factors.zero_point) * factors.scale
+        bottom = (LOWEST - qparams.zero_point) * qparams.step
+        top = (HIGHEST - qparams.zero_point) * qparams.step
         return bottom >= low - slack and top <= high + slack * max(1.0, abs(high))
 
-    # -- factors ---------------------------------------------------------------------------------------------------
+    # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def _factors(self, tensor: str) -> TensorFactors | None:
+    def _qparams(self, tensor: str) -> QParams | None:
         if tensor in self._excluded or not tensor:
             return None
         if tensor not in self._known:
-            self._known[tensor] = None  # ends cycles: a tensor that depends on itself has no factors
+            self._known[tensor] = None  # ends cycles: a tensor that depends on itself has none
             self._known[tensor] = self._fitted(tensor, self._found(tensor))
         return self._known[tensor]
 
-    def _found(self, tensor: str) -> TensorFactors | None:
+    def _found(self, tensor: str) -> QParams | None:
         found = self._of_readers(tensor)
         if found is not None:
             return found
         producer = self.graph.producer(tensor)
-        inherited = self._factors(producer.input[0]) if producer is not None and self._picks(producer) else None
+        inherited = self._qparams(producer.input[0]) if producer is not None and self._picks(producer) else None
         if inherited is not None:
             return inherited
         found = self._observed(tensor)
-        if found is not None and found.bits == 8 and found.mean is None:
+        if found is not None and found.bits == 8 and not (isinstance(found, Observed) and found.mean is not None):
             return found
         if producer is not None and producer.op_type in ZERO_TO_ONE:
-            return TensorFactors(scale=PROBABILITY_STEP, zero_point=LOWEST)
-        return self._factors(producer.input[0]) if producer is not None and producer.op_type in AVERAGING else None
+            return QParams.of(PROBABILITY_STEP, LOWEST)
+        return self._qparams(producer.input[0]) if producer is not None and producer.op_type in AVERAGING else None
 
-    def _of_readers(self, tensor: str) -> TensorFactors | None:
-        """The record's factors of the layers that read a tensor, also through operators that move or scale values."""
+    def _of_readers(self, tensor: str) -> QParams | None:
+        """The parameters of the layers that read a tensor, also through operators that move or scale values."""
         if tensor in self._required:
             return self._required[tensor]
         for user in self.graph.consumers(tensor):
             factor = 1.0 if user.op_type in VALUE_KEEPING and self._picks(user) else constant_factor(self.graph, user)
             found = self._of_readers(user.output[0]) if factor is not None and user.input[0] == tensor else None
             if found is not None:
-                return replace(found, scale=found.scale / (factor or 1.0))
+                return found.moved(found.step / (factor or 1.0), found.zero_point)
         return None
 
     def _picks(self, node: NodeProto) -> bool:
@@ -301,26 +306,26 @@ class FastPlanner:
             return attribute_value(node, "mode", "nearest") in ("nearest", "linear")
         return node.op_type in VALUE_PICKING
 
-    def _fitted(self, tensor: str, factors: TensorFactors | None) -> TensorFactors | None:
-        """Adjust factors to the limits of the activation that computes the tensor, so that it is absorbed.
+    def _fitted(self, tensor: str, qparams: QParams | None) -> QParams | None:
+        """Adjust parameters to the limits of the activation that computes the tensor, so that it is absorbed.
 
         Without such an activation: to the values that the readers tell apart.
         """
         producer = self.graph.producer(tensor)
         while producer is not None and (self._picks(producer) or producer.op_type in AVERAGING):
             producer = self.graph.producer(producer.input[0])
-        if factors is None:
+        if qparams is None:
             return None
         if producer is None or producer.op_type not in ACTIVATIONS:
             floor = without_effect_below(self.graph, tensor)
-            return factors if floor is None else raised_to(factors, floor)
+            return qparams if floor is None else raised_to(qparams, floor)
         low, high = activation_limits(self.graph, producer)
         if low != 0:
-            return factors
+            return qparams
         # No value is below zero: all integers cover the range from zero to the upper limit, which is kept (or
         # replaced by that of a ReLU6).
-        scale = min((HIGHEST - factors.zero_point) * factors.scale, high) / 255
-        return replace(factors, scale=scale, zero_point=LOWEST)
+        scale = min((HIGHEST - qparams.zero_point) * qparams.step, high) / 255
+        return qparams.moved(scale, LOWEST)
 
     def _tensors_before_integers(self) -> set[str]:
         """The tensors whose values reach a layer or a product of matrices, through nodes that can work on integers."""
@@ -337,7 +342,7 @@ class FastPlanner:
         for node in self.graph.nodes:
             if node.op_type != "Pad" or node.output[0] not in plan.integer_tensors:
                 continue
-            if plan.factors(node.input[0]) == plan.integer_tensors[node.output[0]]:
+            if plan.qparams(node.input[0]) == plan.integer_tensors[node.output[0]]:
                 plan.pads[node.output[0]] = node
 
 

@@ -1,34 +1,31 @@
-"""``<record>.qdq.json``: factors of the tensors between layers, which the record cannot hold.
+"""``<record>.qdq.json``: quantization parameters of the tensors between layers, which the record cannot hold.
 
 ::
 
     {"version": 1, "tensors": {"relu_3": {"scale": 0.0187, "zero_point": -128, "bits": 8}}}
 
 Names are those of the tensors in the float ONNX model; zero points are signed, as ``offset_d`` in the record. An entry
-with ``mean`` (per channel) is the input of a layer: its factors are in the record, unless it has ``balance`` (a factor
-per channel), by which linear layers first divide it.
+with ``mean`` (per channel) is the input of a layer: its parameters are in the record, unless it has ``balance`` (a
+factor per channel), by which linear layers first divide it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from amct.atomic import read_bytes
-from amct.errors import AmctError, ParseError
-from amct.export.binding import TensorFactors
+from amct.errors import AmctError, ParseError, RecordValueError
+from amct.numerics.qparams import Observed
+from amct.record.conversion import data_qparams, positive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from amct.numerics.observer import ActivationFactors
 
 
 class _Entry(BaseModel):
@@ -39,6 +36,26 @@ class _Entry(BaseModel):
     balance: list[float] | None = None
     mean: list[float] | None = None
 
+    @classmethod
+    def of(cls, tensor: Observed) -> _Entry:
+        """The entry of a tensor; scales keep the exact float32 value, means have six digits."""
+        mean = None if tensor.mean is None else [float(f"{value:.6g}") for value in tensor.mean.tolist()]
+        balance = None if tensor.balance is None else tensor.balance.tolist()
+        return cls(scale=tensor.step, zero_point=tensor.zero_point, bits=tensor.bits, balance=balance, mean=mean)
+
+    def checked(self) -> Observed:
+        """The parameters of the tensor.
+
+        Raises:
+            RecordValueError: A number is not legal.
+        """
+        found = data_qparams(self.scale, self.zero_point, self.bits)
+        mean = None if self.mean is None else torch.tensor(self.mean, dtype=torch.float32)
+        if mean is not None and not bool(torch.isfinite(mean).all()):
+            raise RecordValueError("mean: expected finite numbers")
+        balance = None if self.balance is None else torch.tensor(positive("balance", self.balance))
+        return Observed(scale=found.scale, offset=found.offset, bits=found.bits, balance=balance, mean=mean)
+
 
 class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -47,38 +64,19 @@ class _Document(BaseModel):
 
 
 def tensor_factors_path(record: str | os.PathLike[str]) -> Path:
-    """The path of the factors of the tensors between layers: ``<record>.qdq.json``."""
+    """The path of the parameters of the tensors between layers: ``<record>.qdq.json``."""
     return Path(f"{os.fspath(record)}.qdq.json")
 
 
-def observed_factors(found: Mapping[str, ActivationFactors]) -> dict[str, TensorFactors]:
-    """Convert the results of observers of tensors between layers to the form for exporters."""
-    return {
-        name: TensorFactors(
-            scale=float(factors.scale),
-            zero_point=int(factors.offset),
-            bits=factors.bits,
-            balance=_as_tuple(factors.balance),
-            mean=_as_tuple(factors.mean),
-        )
-        for name, factors in found.items()
-    }
-
-
-def _as_tuple(values: Tensor | None) -> tuple[float, ...] | None:
-    return None if values is None else tuple(float(f"{value:.6g}") for value in values.tolist())
-
-
-def tensor_factors_text(tensors: Mapping[str, TensorFactors]) -> str:
-    """The content of the file; scales keep the exact float32 value."""
+def tensor_factors_text(tensors: Mapping[str, Observed]) -> str:
+    """The content of the file."""
     lines = []
-    for name, factors in sorted(tensors.items()):
-        entry = {key: value for key, value in asdict(replace(factors, layer=None)).items() if value is not None}
-        lines.append(f"    {json.dumps(name)}: {json.dumps(entry)}")
+    for name, tensor in sorted(tensors.items()):
+        lines.append(f"    {json.dumps(name)}: {json.dumps(_Entry.of(tensor).model_dump(exclude_none=True))}")
     return '{\n  "version": 1,\n  "tensors": {\n' + ",\n".join(lines) + "\n  }\n}\n"
 
 
-def read_tensor_factors(path: str | os.PathLike[str]) -> dict[str, TensorFactors]:
+def read_tensor_factors(path: str | os.PathLike[str]) -> dict[str, Observed]:
     """Read the file.
 
     Raises:
@@ -98,12 +96,8 @@ def read_tensor_factors(path: str | os.PathLike[str]) -> dict[str, TensorFactors
     return {name: _checked(path, name, entry) for name, entry in document.tensors.items()}
 
 
-def _checked(path: str | os.PathLike[str], name: str, entry: _Entry) -> TensorFactors:
+def _checked(path: str | os.PathLike[str], name: str, entry: _Entry) -> Observed:
     try:
-        balance = None if entry.balance is None else tuple(entry.balance)
-        mean = None if entry.mean is None else tuple(entry.mean)
-        return TensorFactors(
-            scale=entry.scale, zero_point=entry.zero_point, bits=entry.bits, balance=balance, mean=mean
-        )
+        return entry.checked()
     except AmctError as error:
         raise ParseError(f'"{os.fspath(path)}": tensor "{name}": {error}') from error

@@ -7,7 +7,6 @@ activation most outputs of a convolution lie there, often as far below zero as o
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +16,8 @@ from amct.export.onnx.messages import attribute_value
 if TYPE_CHECKING:
     from onnx import NodeProto
 
-    from amct.export.binding import TensorFactors
     from amct.export.onnx.graph import OnnxGraph
+    from amct.numerics.qparams import QParams
 
 LOWEST, HIGHEST = -128, 127
 HARD_SWISH_FLOOR = -3.0
@@ -58,14 +57,15 @@ def without_effect_below(graph: OnnxGraph, tensor: str) -> float | None:
     return min(known) if len(known) == len(floors) else None
 
 
-def raised_to(factors: TensorFactors, floor: float) -> TensorFactors:
-    """Factors of the range from ``floor`` to the upper end of the given ones; the floor itself is within it."""
-    top = (HIGHEST - factors.zero_point) * factors.scale
-    if (LOWEST - factors.zero_point) * factors.scale >= floor or top <= max(0.0, floor):
-        return factors
+def raised_to(qparams: QParams, floor: float) -> QParams:
+    """Parameters of the range from ``floor`` to the upper end of the given ones; the floor itself is within it."""
+    step, zero_point = qparams.step, qparams.zero_point
+    top = (HIGHEST - zero_point) * step
+    if (LOWEST - zero_point) * step >= floor or top <= max(0.0, floor):
+        return qparams
     floor = min(floor, 0.0)  # zero must be one of the values
     scale = (top - floor) / (HIGHEST - LOWEST - 1)  # one step less, because the zero point is rounded upwards
-    return replace(factors, scale=scale, zero_point=int(np.ceil(LOWEST - floor / scale)))
+    return qparams.moved(scale, int(np.ceil(LOWEST - floor / scale)))
 
 
 def _floor_of(graph: OnnxGraph, tensor: str, reader: NodeProto) -> float | None:

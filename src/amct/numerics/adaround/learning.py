@@ -24,11 +24,12 @@ from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.adaround.scale import initial_scale
 from amct.numerics.adaround.soft_rounding import Learning, SoftRounding
 from amct.numerics.adaround.steps import steps_for
-from amct.numerics.arq import WeightFactors, WeightKind, channels_first, factors_per_row, from_channels_first
+from amct.numerics.arq import WeightKind, channels_first, from_channels_first
 from amct.numerics.gram import GramStatistics, Unfolding, as_pair, improve_rounding
 
 if TYPE_CHECKING:
     from amct.numerics.integer import ConvolutionGeometry
+    from amct.numerics.qparams import QParams
 
 Activation = Callable[[Tensor], Tensor]
 Progress = Callable[[int, int, float], None]
@@ -155,7 +156,7 @@ class AdaRoundResult:
     """int8, in the shape of the weight."""
     weight: Tensor
     """The integers times the scale, in the dtype of the weight."""
-    factors: WeightFactors
+    qparams: QParams
     initial_loss: float
     """Loss of rounding to nearest."""
     final_loss: float
@@ -169,7 +170,7 @@ def adaround(
     data: CachedData,
     settings: Learning = _DEFAULT,
     *,
-    factors: WeightFactors | None = None,
+    qparams: QParams | None = None,
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
     share: RowShare | None = None,
@@ -180,7 +181,7 @@ def adaround(
         layer: weight, geometry and the following activation.
         data: inputs and target outputs.
         settings: how it learns.
-        factors: the scale, ``[1]`` or ``[Cout]``; chosen by ``initial_scale`` when None.
+        qparams: with the scale, ``[1]`` or ``[Cout]``; chosen by ``initial_scale`` when None.
         generator: random generator of the mini-batches.
         progress: called about a hundred times during the learning.
         share: the output channels that this process learns in the fast mode; None: all.
@@ -191,8 +192,8 @@ def adaround(
     """
     if len(data) == 0:
         raise CalibrationError("AdaRound needs at least one sample of the layer's input, got none")
-    if factors is None:
-        factors = initial_scale(
+    if qparams is None:
+        qparams = initial_scale(
             layer.weight,
             kind=layer.kind,
             bits=settings.num_bits,
@@ -200,7 +201,7 @@ def adaround(
             groups=layer.groups,
         )
     rows = layer.rows()
-    rounding = SoftRounding(rows, factors_per_row(factors, rows.shape[0]).scale, settings.num_bits)
+    rounding = SoftRounding(rows, qparams.per_row(rows.shape[0]).scale, settings.num_bits)
     initial_loss = _loss_on(layer, data, rounding, rounding.nearest, settings.batch_size)
     obstacle = _reason_against_gram(layer, data, settings) if settings.fast else "fast mode is off"
     if obstacle:
@@ -214,7 +215,7 @@ def adaround(
     return AdaRoundResult(
         integers=layer.restore(learned.to(torch.int8)),
         weight=layer.restore(learned * rounding.scale).to(layer.weight.dtype),
-        factors=factors,
+        qparams=qparams,
         initial_loss=initial_loss,
         final_loss=final_loss,
         notes=notes,

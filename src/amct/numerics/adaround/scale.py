@@ -16,8 +16,9 @@ from torch import Tensor
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, integer_range
-from amct.numerics.arq import WeightFactors, WeightKind, channels_first
+from amct.numerics.arq import WeightKind, channels_first
 from amct.numerics.counts.compiled import compiled, compiled_sum
+from amct.numerics.qparams import QParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,7 @@ Values = NDArray[np.float64]
 
 def initial_scale(
     weight: Tensor, *, kind: WeightKind, bits: int = 8, channel_wise: bool = True, groups: int = 1
-) -> WeightFactors:
+) -> QParams:
     """Return one scale for the tensor, or one per output channel.
 
     Raises:
@@ -52,7 +53,7 @@ def initial_scale(
 
 def least_error_scale(
     weight: Tensor, *, kind: WeightKind, bits: int = 8, channel_wise: bool = True, groups: int = 1
-) -> WeightFactors:
+) -> QParams:
     """As ``initial_scale``, but the scale with the smallest squared rounding error for every number of bits."""
     return _searched(weight, _mse_scales, kind=kind, bits=bits, channel_wise=channel_wise, groups=groups)
 
@@ -65,7 +66,7 @@ def _searched(
     bits: int,
     channel_wise: bool,
     groups: int,
-) -> WeightFactors:
+) -> QParams:
     tensor = channels_first(weight.detach().float(), kind, groups)
     gates = groups if kind is WeightKind.RNN else 1
     rows: Rows = (tensor if channel_wise else tensor.reshape(gates, -1)).cpu().contiguous().numpy()
@@ -80,7 +81,7 @@ def _searched(
     scale[usable] = choose(rows[usable], largest[usable], bits)
     scale[scale < SMALLEST_SCALE] = 1.0
     factor = torch.from_numpy(scale.astype(np.float32)).to(weight.device)
-    return WeightFactors(factor, torch.zeros_like(factor, dtype=torch.int32))
+    return QParams.symmetric(factor, bits)
 
 
 def _kl_scales(rows: Rows, largest: Values, bits: int) -> Values:

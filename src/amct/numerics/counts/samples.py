@@ -34,7 +34,8 @@ from amct.numerics.counts.histogram import (
 from amct.numerics.counts.sampling import sampling_interval
 from amct.numerics.counts.value_counts import ValueCounts
 from amct.numerics.min_max import RangeObserver, RunningRange
-from amct.numerics.observer import ActivationFactors, State, check_mergeable, checked_array, flat_values
+from amct.numerics.observer import State, check_mergeable, checked_array, flat_values
+from amct.numerics.qparams import Observed
 
 if TYPE_CHECKING:
     from amct.numerics.settings import ActivationSettings
@@ -338,13 +339,13 @@ class SamplingObserver(RangeObserver):
         """Replace everything observed so far by a state."""
         self._samples.restore(state)
 
-    def result(self) -> ActivationFactors:
+    def result(self) -> Observed:
         """Return scale and offset for all data observed so far."""
         if self.channel_axis is not None:
             return super().result()
         self._range.require_values()
         minimum, maximum = self.search(0)
-        return ActivationFactors.from_ends(
+        return Observed.from_ends(
             minimum, maximum, self.bits, asymmetric=self.asymmetric, symmetric_scale=self.symmetric_scale
         )
 

@@ -16,7 +16,6 @@ from amct.numerics.affine import dequantize, integer_range
 from amct.numerics.arq import (
     WeightKind,
     channels_first,
-    factors_per_row,
     fake_quantize_weight,
     from_channels_first,
     map_rows,
@@ -27,40 +26,38 @@ from amct.numerics.rounding.paired_weights import LARGEST, near_limit, rounded_w
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from amct.numerics.arq import WeightFactors
+    from amct.numerics.qparams import QParams
 
 
-def quantize_weight_cancelling_errors(
-    weight: Tensor, factors: WeightFactors, kind: WeightKind, bits: int = 8, groups: int = 1
-) -> Tensor:
+def quantize_weight_cancelling_errors(weight: Tensor, qparams: QParams, kind: WeightKind, groups: int = 1) -> Tensor:
     """Quantize a weight to int8, in its own shape, rounded so that the errors cancel.
 
     Raises:
         CalibrationError: the weight holds NaN.
-        ArgumentError: the factors do not fit the weight.
+        ArgumentError: the parameters do not fit the weight.
     """
-    nearest = quantize_weight(weight, factors, kind, bits, groups)
-    if bool(factors.offset.any()):
+    nearest = quantize_weight(weight, qparams, kind, groups)
+    if bool(qparams.offset.any()):
         return nearest  # errors are cancelled on symmetric grids only
     rows = channels_first(weight.detach(), kind, groups)
-    scale = factors_per_row(factors, rows.shape[0]).scale
+    scale = qparams.per_row(rows.shape[0]).scale
     kernels = rows.reshape(rows.shape[0], -1, math.prod(weight.shape[2:]))
-    return from_channels_first(round_cancelling_errors(kernels, scale, bits).flatten(1), weight.shape, kind, groups)
+    return from_channels_first(
+        round_cancelling_errors(kernels, scale, qparams.bits).flatten(1), weight.shape, kind, groups
+    )
 
 
-def round_weight(
-    weight: Tensor, factors: WeightFactors, kind: WeightKind, bits: int = 8, groups: int = 1, *, cancel_errors: bool
-) -> Tensor:
+def round_weight(weight: Tensor, qparams: QParams, kind: WeightKind, groups: int = 1, *, cancel_errors: bool) -> Tensor:
     """The weight rounded to its grid, in its own shape and dtype: to the nearest, or so that the errors cancel.
 
     Raises:
         CalibrationError: the weight holds NaN.
-        ArgumentError: the factors do not fit the weight.
+        ArgumentError: the parameters do not fit the weight.
     """
     if not cancel_errors:
-        return fake_quantize_weight(weight, factors, kind, bits, groups)
-    integers = channels_first(quantize_weight_cancelling_errors(weight, factors, kind, bits, groups), kind, groups)
-    per_row = factors_per_row(factors, integers.shape[0])
+        return fake_quantize_weight(weight, qparams, kind, groups)
+    integers = channels_first(quantize_weight_cancelling_errors(weight, qparams, kind, groups), kind, groups)
+    per_row = qparams.per_row(integers.shape[0])
     rows = integers.shape[0]
     scale, offset = per_row.scale.expand(rows), per_row.offset.expand(rows)
     rounded = map_rows(lambda some, part: dequantize(some, scale[part], offset[part], axis=0), integers, weight.dtype)

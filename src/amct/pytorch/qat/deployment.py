@@ -15,9 +15,9 @@ from torch import nn
 from amct import progress
 from amct.calibration.streams import ObservedTensors
 from amct.errors import ExportError, TrainingError
-from amct.export.qdq.tensor_factors import observed_factors
-from amct.numerics.arq import WeightFactors, from_channels_first
+from amct.numerics.arq import from_channels_first
 from amct.numerics.fold import ChannelAffine
+from amct.numerics.qparams import QParams
 from amct.numerics.training.deployed import fold_into_integers
 from amct.pipeline.weights import LayerWeights
 from amct.pytorch.capture.cached_trace import cached_trace
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.config.plan import RetrainPlan
-    from amct.export.binding import TensorFactors
+    from amct.numerics.qparams import Observed
     from amct.pipeline.weights import WeightPart
     from amct.pytorch.inputs import IoOptions
     from amct.pytorch.intermediate_tensors import TensorWatch
@@ -131,14 +131,14 @@ def _trained_weights(
         "weight_hh_l0": layer._modules.get("state_weight_quantizer"),  # type: ignore[dict-item]
     }
     rounded: dict[str, Tensor] = {}
-    factors: dict[str, WeightFactors] = {}
+    factors: dict[str, QParams] = {}
     for part in weight_parts(folded):
         quantizer = quantizers[part.name]
         trained = getattr(layer, part.name)
         integers, scale = quantizer.integers(trained), quantizer.scales(trained).reshape(-1).float()
         if multiplier is not None:
             integers, scale = fold_into_integers(integers, scale, multiplier, quantizer.bits)
-        factors[part.name] = WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32))
+        factors[part.name] = QParams.symmetric(scale, quantizer.bits)
         rounded[part.name] = _on_grid(part, integers, factors[part.name], folded)
     return LayerWeights(
         parts=weight_parts(folded),
@@ -149,7 +149,7 @@ def _trained_weights(
     )
 
 
-def _on_grid(part: WeightPart, integers: Tensor, factors: WeightFactors, folded: nn.Module) -> Tensor:
+def _on_grid(part: WeightPart, integers: Tensor, factors: QParams, folded: nn.Module) -> Tensor:
     """The dequantized weight, which replaces the float one.
 
     Training sees the rounded weight only. The float weight may be far from it: outside of its range, or anywhere in the
@@ -179,7 +179,7 @@ def _entry(entry: LayerRecord, layer: QuantizedLayer) -> LayerRecord:
 
 def observe_tensors(
     preparation: TorchPreparation, batches: Iterable[Arguments], watch: TensorWatch
-) -> Mapping[str, TensorFactors]:
+) -> Mapping[str, Observed]:
     """Factors of the tensors between the layers, for the fast placement of the QDQ file."""
     model = preparation.quantized_copy()
     observed = ObservedTensors(watch.observers())  # layer inputs have their trained factors
@@ -189,4 +189,4 @@ def observe_tensors(
             with attached.forward((args, kwargs)):
                 model(*args, **kwargs)
     attached.detach()
-    return observed_factors(observed.tensor_factors())
+    return observed.tensor_factors()

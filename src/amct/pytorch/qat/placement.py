@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from amct.export.binding import TensorFactors
 from amct.numerics.affine import integer_range
+from amct.numerics.qparams import Observed
 from amct.pytorch.capture.functional_layers import child_path, functional_layers
 from amct.pytorch.intermediate_tensors import find_tensors
 from amct.pytorch.onnx.float_onnx import TracedOnnx
@@ -132,9 +132,8 @@ def _share(model: nn.Module, preparation: TorchPreparation) -> None:
         share_quantizer(model.get_submodule(place.module), place.quantizer, quantizer, place.function)
 
 
-def _add(module: nn.Module, place: _Place, factors: TensorFactors, *, fixed_min: bool) -> None:
-    lowest, highest = integer_range(factors.bits)
-    low, high = ((limit - factors.zero_point) * factors.scale for limit in (lowest, highest))
+def _add(module: nn.Module, place: _Place, qparams: Observed, *, fixed_min: bool) -> None:
+    low, high = ((limit - qparams.zero_point) * qparams.step for limit in integer_range(qparams.bits))
     before = own_quantizer(module, place.quantizer)
     if before is not None:  # another call of the module
         before.set_clips(min(low, before.clips[0]), max(high, before.clips[1]))
@@ -159,7 +158,7 @@ def _is_not_negative(preparation: TorchPreparation, tensor: str) -> bool:
 
 def tensors_between_layers(
     model: nn.Module, preparation: TorchPreparation, batches: Iterable[Arguments]
-) -> Mapping[str, TensorFactors] | None:
+) -> Mapping[str, Observed] | None:
     """Factors of the tensors between layers: trained ones where the model trains them, else observed on the batches.
 
     Where some are trained, the file is made of the record's own factors alone: nothing is balanced or corrected.
@@ -168,12 +167,12 @@ def tensors_between_layers(
     found = observe_tensors(preparation, batches, watch) if watch is not None else None
     if watch is None or found is None:
         return None
-    trained: dict[str, TensorFactors] = {}
+    trained: dict[str, Observed] = {}
     for place in _places(preparation, watch):
         quantizer = own_quantizer(model.get_submodule(place.module), place.quantizer)
         if quantizer is not None:
             scale, offset = quantizer.factors()
-            trained[place.tensor] = TensorFactors(scale=scale, zero_point=offset, bits=quantizer.bits)
+            trained[place.tensor] = Observed.of(scale, offset, quantizer.bits)
     if not trained:
         return found
     return {**{name: factors for name, factors in found.items() if factors.mean is None}, **trained}

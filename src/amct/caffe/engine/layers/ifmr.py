@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Shape
     from amct.calibration import CalibrationResult, Ranks
-    from amct.numerics.observer import ActivationFactors, Observer, TensorObserver
+    from amct.numerics.observer import Observer, TensorObserver
+    from amct.numerics.qparams import Observed
     from amct.numerics.settings import ActivationSettings
     from amct.record import Progress
 
@@ -173,7 +174,7 @@ class IfmrLayerObserver(IfmrObserver):
         except AmctError as error:
             raise self._as_in_amct(error) from error
 
-    def result(self) -> ActivationFactors:
+    def result(self) -> Observed:
         """Scale and offset for all observed data."""
         try:
             return super().result()

@@ -10,7 +10,7 @@ from grid_optimum import optimal_centres
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amct.numerics.grid_clusters import (
+from amct.numerics.snq import (
     d2_sampling,
     half_step_moments,
     lloyd,

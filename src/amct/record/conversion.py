@@ -1,0 +1,78 @@
+"""Between the entries of a record and quantization parameters: the only place that knows both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from amct.errors import RecordValueError
+from amct.numerics.qparams import LayerQParams, QParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from amct.record.layers import LayerRecord
+
+ACTIVATION_BITS = (4, 8, 16)
+WEIGHT_BITS = (4, 6, 7, 8)
+
+
+def layer_qparams(entry: LayerRecord) -> LayerQParams:
+    """The parameters of a calibrated layer of the PyTorch dialect.
+
+    Raises:
+        RecordValueError: A number is not legal; the message has the name of its field.
+    """
+    assert entry.scale_d is not None
+    assert entry.offset_d is not None
+    act_bits, wts_bits = (int(text.removeprefix("INT")) for text in (entry.activation_type, entry.weight_type))
+    _check_bits("wts_bits", wts_bits, WEIGHT_BITS)
+    hidden = None
+    if entry.scale_h is not None and entry.offset_h is not None:
+        hidden = data_qparams(entry.scale_h, entry.offset_h, act_bits, names=("scale_h", "offset_h", "act_bits"))
+    weights = [("scale_w", entry.scale_w), ("scale_r", entry.scale_r)]
+    balance = entry.tensor_balance_factor
+    return LayerQParams(
+        inputs={0: data_qparams(entry.scale_d, entry.offset_d, act_bits, names=("scale_d", "offset_d", "act_bits"))},
+        weights=tuple(QParams.of(positive(name, scales), bits=wts_bits) for name, scales in weights if scales),
+        hidden=hidden,
+        balance=QParams.of(positive("balance", balance)).scale if balance else None,
+    )
+
+
+def data_qparams(
+    scale: float, offset: int, bits: int, *, names: tuple[str, str, str] = ("scale", "zero_point", "bits")
+) -> QParams:
+    """Checked parameters of one tensor.
+
+    Raises:
+        RecordValueError: A number is not legal; the message has its name.
+    """
+    _check_bits(names[2], bits, ACTIVATION_BITS)
+    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    (step,) = positive(names[0], (scale,))
+    if not lowest <= offset <= highest:
+        raise RecordValueError(f"{names[1]}: expected {lowest}..{highest} for {bits} bits, got {offset}")
+    return QParams.of(step, offset, bits)
+
+
+def positive(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    """The float32 nearest to each value.
+
+    Raises:
+        RecordValueError: One is not a finite number above 0.
+    """
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused below
+        numbers = tuple(np.asarray(values, dtype=np.float32).tolist())
+    wrong = [index for index, number in enumerate(numbers) if not 0 < number < float("inf")]
+    if wrong:
+        raise RecordValueError(
+            f"{name}: expected finite numbers above 0, got {numbers[wrong[0]]:g} at index {wrong[0]}"
+        )
+    return numbers
+
+
+def _check_bits(name: str, bits: int, legal: Iterable[int]) -> None:
+    if bits not in legal:
+        raise RecordValueError(f"{name}: expected one of {', '.join(map(str, legal))}, got {bits}")
