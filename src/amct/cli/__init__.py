@@ -6,6 +6,7 @@ No module here imports torch at the top, so that ``amct --help`` is fast; a comm
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amct import interrupts
@@ -67,10 +68,34 @@ def _show_usage_error(error: Exception) -> int:
 
 def _show_error_of_user_code(error: Exception) -> int:
     """Show the user's own line in which an error was raised; an error of other code is raised again."""
-    from amct.cli.user_code import place_in_user_code
-
-    place = place_in_user_code(error)
+    place = _place_in_user_code(error)
     if place is None:
         raise error
     sys.stderr.write(printable(f"error: {type(error).__name__}: {error}\n  {place}\n"))
     return USER_CODE_ERROR
+
+
+def _place_in_user_code(error: Exception) -> str | None:
+    """File, line, function and source of the last frame in the user's files (a model's factory, its forward, …)."""
+    import traceback
+
+    if isinstance(error, SyntaxError) and error.filename is not None and _is_users(error.filename):
+        return _place(error.filename, error.lineno, None, error.text)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_users(frame.filename):
+            return _place(frame.filename, frame.lineno, frame.name, frame.line)
+    return None
+
+
+def _place(file: str, line: int | None, function: str | None, source: str | None) -> str:
+    inside = f", in {function}" if function else ""
+    return f"{file}:{line}{inside}" + (f"\n    {source.strip()}" if source else "")
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither ours, nor installed, nor made at run time such as ``<string>``."""
+    import sysconfig
+
+    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders = (Path(__file__).parent.parent, *installed)
+    return Path(file).is_file() and not any(Path(file).is_relative_to(folder) for folder in folders)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import amct
-from amct.cli import caffe, compare, config, prune, quantize, record, report
+from amct.cli import caffe, compare, config, prune, quantize, record
 
 app = typer.Typer(
     name="amct",
@@ -39,6 +39,6 @@ app.command()(quantize.quantize)
 app.command()(quantize.inspect)
 app.command()(prune.prune)
 app.command()(compare.compare)
-app.command()(report.report)
+app.command()(compare.report)
 app.add_typer(config.app)
 app.add_typer(record.app)

@@ -6,14 +6,14 @@ import sys
 import traceback
 from contextlib import nullcontext
 from enum import Enum
-from pathlib import Path  # noqa: TC003 - typer reads it at run time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from amct import log
 from amct.atomic import check_writable
-from amct.cli.model_layers import CustomProtoOption  # noqa: TC001 - typer reads it at run time
+from amct.cli.options import CustomProtoOption
 from amct.cli.printing import show
 from amct.errors import AmctError, ArgumentError, FileError, TrainingError
 from amct.verbosity import few_lines

@@ -1,18 +1,222 @@
-"""``amct compare``: compare the outputs and layers of a float model and its quantized model."""
+"""``amct compare`` and ``amct report``: run a float model and its quantized model on data, and show what was lost."""
 
 from __future__ import annotations
 
-from pathlib import Path  # noqa: TC003 - typer reads it at run time
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from amct import log
-from amct.cli.comparison import Models, Request, Top1
-from amct.cli.data_options import DataOptions, takes_data
-from amct.cli.model_layers import CustomProtoOption  # noqa: TC001 - typer reads it at run time
-from amct.cli.printing import aligned, decibel, most_harmed, show, show_json
+from amct.cli.batches import full_batches
+from amct.cli.model_pair import Kind, ModelPair, check_file, parse_models
+from amct.cli.options import CustomProtoOption, DataOptions, Models, Top1, takes_data
+from amct.cli.printing import aligned, comparison_row, decibel, most_harmed, show, show_json
+from amct.errors import ArgumentError, CalibrationError
 from amct.verbosity import few_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from amct.onnx_model.reading import AnyModel
+    from amct.report.content import ReportContent
+    from amct.report.measuring import Measured
+
+    _Found = tuple[Measured, ReportContent | None]
+    Batch = tuple[NDArray[np.float32], NDArray[np.int64]]
+
+
+MISSING = -1
+"""The label of a sample that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of a comparison.
+
+    Attributes:
+        models: The command-line arguments FLOAT and QUANT.
+        data: The data options.
+        report: The HTML report to write; None: no report.
+        top1: Whether to measure the top-1 accuracy.
+        custom_proto: Messages of the user's own layers of a Caffe net.
+    """
+
+    models: list[str]
+    data: DataOptions
+    report: Path | None = None
+    top1: bool = False
+    custom_proto: Path | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Compare the models, write the report if requested, and return the results as plain data.
+
+        Raises:
+            AmctError: The arguments, files, models or data are invalid.
+        """
+        from amct import atomic
+
+        pair = parse_models(self.models)
+        if self.report is not None:
+            check_report(self.report)
+            atomic.check_writable(self.report.parent)
+        self.data.check()
+        measured, content = _RUNS[pair.kind](pair, self)
+        if self.report is not None:
+            from amct.report.page import write_page
+
+            assert content is not None
+            write_page(self.report, content)
+        return self._result(pair, measured)
+
+    def batches(self, fixed_size: int | None = None) -> Iterator[Batch]:
+        """Yield values and labels; with ``fixed_size``, the fixed batch size of a model, only full batches.
+
+        Raises:
+            ArgumentError: ``top1`` is set and a sample has no label.
+            CalibrationError: There are fewer samples than ``fixed_size``.
+        """
+        import numpy as np
+
+        options = self.data if fixed_size is None else replace(self.data, batch_size=fixed_size)
+        for values, labels in full_batches(options.labelled(), fixed_size, self.data.data):
+            if self.top1 and None in labels:
+                raise ArgumentError(
+                    f"--top1: {self.data.data} has samples without a label; give folders named by class, a list with "
+                    "labels, an .npz with labels, an LMDB or idx files"
+                )
+            yield values, np.array([MISSING if label is None else label for label in labels], np.int64)
+
+    def fitting(self, model_input: Sequence[int | str | None]) -> Request:
+        """Return the request with pictures in the size and the channels of the model's input, where not given."""
+        return replace(self, data=self.data.fitting(model_input))
+
+    @property
+    def metric(self) -> Any:  # noqa: ANN401  a Metric, whose module needs torch
+        """The top-1 accuracy if ``--top1`` is given, otherwise None."""
+        return top1 if self.top1 else None
+
+    def _result(self, pair: ModelPair, measured: Measured) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "float": list(pair.float_model),
+            "quantized": list(pair.quantized_model),
+            "batches": measured.batches,
+            "outputs": [comparison_row(each, "output") for each in measured.outputs],
+            "layers": [comparison_row(each) for each in measured.layers.values()],
+        }
+        if measured.metric is not None:
+            result["top1"] = {"float": measured.metric[0], "quantized": measured.metric[1]}
+        if self.report is not None:
+            result["report"] = str(self.report)
+        return result
+
+
+def top1(output: Any, batch: Batch) -> float:  # noqa: ANN401  an array, or a dict of arrays, of which the first is used
+    """Return the top-1 accuracy of a batch: the fraction of samples whose largest output is at the label."""
+    scores = next(iter(output.values())) if isinstance(output, dict) else output
+    labels = batch[1]
+    if scores.ndim == 0 or len(scores) != len(labels):
+        raise ArgumentError(f"--top1: expected scores of {len(labels)} samples, got an output of {list(scores.shape)}")
+    return float((scores.reshape(len(labels), -1).argmax(1) == labels).mean())
+
+
+def _values(batch: Batch | dict[str, NDArray[Any]]) -> NDArray[np.float32] | dict[str, NDArray[Any]]:
+    """Return the model inputs of a batch; a dict of arrays by input name has no labels."""
+    return batch if isinstance(batch, dict) else batch[0]
+
+
+def check_report(path: Path) -> None:
+    """Check that a report has the name of an HTML file."""
+    if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
+        raise ArgumentError(f'"{path}": expected the name of an HTML file for the report, such as report.html')
+
+
+# -- by kind of model --------------------------------------------------------------------------------------------------
+
+
+def _run_caffe(pair: ModelPair, request: Request) -> _Found:
+    from amct.caffe.prototxt import input_shape
+
+    request = request.fitting(input_shape(pair.float_model[0], request.custom_proto))
+    data, metric = request.batches(), request.metric
+    if request.report is not None:
+        from amct.caffe.reporting import files_report
+
+        found = files_report(
+            pair.float_model,
+            pair.quantized_model,
+            data,
+            metric=metric,
+            inputs=_values,
+            custom_proto=request.custom_proto,
+        )
+        return found.measured, found.content
+    from amct.caffe.comparing import both_sides, measure_nets
+
+    sides = both_sides(pair.float_model, pair.quantized_model, request.custom_proto)
+    return measure_nets(*sides, data, metric=metric, inputs=_values), None
+
+
+def _run_onnx(pair: ModelPair, request: Request) -> _Found:
+    from amct.cli.batches import is_plain, onnx_data
+    from amct.onnx_model.reading import input_shape, read_model
+
+    (float_model,) = pair.float_model
+    proto = read_model(float_model, "FLOAT").model
+    if is_plain(proto):
+        request = request.fitting(input_shape(proto, proto.graph.input[0].name) or ())
+        return _run_onnx_files(float_model, pair, request, request.batches(_fixed_batch_size(pair.quantized_model[0])))
+    if request.top1:
+        raise ArgumentError("--top1: a model with several inputs, or with whole numbers, has no labels beside them")
+    return _run_onnx_files(float_model, pair, request, onnx_data(float_model, request.data))
+
+
+def _run_torch(pair: ModelPair, request: Request) -> _Found:
+    from amct.cli.model_layers import load_reference
+    from amct.onnx_model.reading import input_shape, read_model
+    from amct.pytorch.comparing import reference_onnx
+
+    (reference,) = pair.float_model
+    proto = read_model(pair.quantized_model[0], "QUANT", allow_quantized=True).model
+    request = request.fitting(input_shape(proto, proto.graph.input[0].name) or ())
+    first = next(request.batches(_fixed_batch_size(pair.quantized_model[0])), None)
+    if first is None:
+        raise CalibrationError(f"{request.data.data}: there are no samples")
+    model = load_reference(reference).eval()
+    float_model = reference_onnx(model, first[0])
+    return _run_onnx_files(float_model, pair, request, request.batches(len(first[0])), type(model).__name__)
+
+
+def _run_onnx_files(
+    float_model: AnyModel, pair: ModelPair, request: Request, batches: Iterable[Any], name: str | None = None
+) -> _Found:
+    (quantized,) = pair.quantized_model
+    if request.report is None and not request.top1:
+        from amct.onnx_model import measure
+
+        return measure(float_model, quantized, batches, inputs=_values), None
+    from amct.onnx_model.file_report import files_report
+
+    files = (*(() if pair.kind is Kind.TORCH else pair.float_model), quantized)
+    found = files_report(float_model, quantized, batches, metric=request.metric, inputs=_values, files=files, name=name)
+    return found.measured, found.content
+
+
+_RUNS: dict[Kind, Any] = {Kind.CAFFE: _run_caffe, Kind.ONNX: _run_onnx, Kind.TORCH: _run_torch}
+
+
+def _fixed_batch_size(model_file: str) -> int | None:
+    """Return the fixed batch size of the quantized model; None if it is dynamic."""
+    from amct.cli.batches import fixed_batch_size
+    from amct.onnx_model.reading import read_model
+
+    return fixed_batch_size(read_model(model_file, "QUANT", allow_quantized=True).model)
+
 
 WORST_SHOWN = 10
 
@@ -72,3 +276,52 @@ def _as_text(result: dict[str, Any], count: int) -> str:
 
 def _cells(row: dict[str, Any], name: str) -> tuple[str, str, str]:
     return row[name], decibel(row["sqnr"]), f"{row['cosine']:.5f}"
+
+
+@partial(takes_data, optional=True)
+def report(
+    models: Models,
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")],
+    data: DataOptions | None,
+    top1: Top1 = False,
+    custom_proto: CustomProtoOption = None,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Compare quantizations: the arguments are two or more quant.json files."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+) -> None:
+    """Write a report of a quantized model: one HTML file that opens offline, with what each layer lost, and why.
+
+    QUANT is what amct quantize was given with -o, or one of the files that it wrote; factors, folded layers and reasons
+    come from the files beside it. The data may be other data than that of the calibration: the data options are those
+    of amct quantize, which itself writes this report of its calibration data with --report.
+
+    Example: amct report deploy.prototxt net.caffemodel out/net --data images/ --size 227 -o report.html
+
+    Example: amct report net.onnx out/net --data test.npz --top1 -o report.html
+
+    Example: amct report --compare a_quant.json b_quant.json -o diff.html
+    """
+    if compare:
+        _compare(models, output)
+        return
+    if data is None:
+        raise ArgumentError("--data: a report needs data to run the models on, or --compare and quant.json files")
+    result = Request(models=models, data=data, report=output, top1=top1, custom_proto=custom_proto).run()
+    if as_json:
+        show_json(result)
+    else:
+        show(f"wrote {output}")
+
+
+def _compare(files: list[str], output: Path) -> None:
+    from amct.report.runs import write_runs_page
+
+    for file in files:
+        check_file(file)
+    check_report(output)
+    runs = write_runs_page(output, files)
+    show(f"layers better in {runs.names[-1]} than in {runs.names[0]}: {runs.gained}; worse: {runs.lost}")
+    show(f"wrote {output}")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from amct.cli.model_layers import CustomProtoOption  # noqa: TC001 - typer reads it at run time
-from amct.cli.printing import JsonOption, aligned, show, show_json
+from amct.cli.options import CustomProtoOption, JsonOption, ShapeOption
+from amct.cli.printing import aligned, show, show_json
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -56,9 +56,6 @@ ModelOption = Annotated[
         "--model",
         help='deploy.prototxt, a Python reference "package.module:factory", or a .txt file with "name type" a line.',
     ),
-]
-ShapeOption = Annotated[
-    str | None, typer.Option("--input-shape", help="Example input of a PyTorch model, such as 1,3,224,224.")
 ]
 KindOption = Annotated[
     Kind,

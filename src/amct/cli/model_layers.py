@@ -8,9 +8,7 @@ import sys
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from amct.errors import ArgumentError, FileError, ParseError, Position, did_you_mean
 
@@ -30,11 +28,6 @@ class Dialect(str, Enum):
 
     pytorch = "pytorch"
     caffe = "caffe"
-
-
-CustomProtoOption = Annotated[
-    Path | None, typer.Option("--custom-proto", help="Caffe: a custom.proto with messages of your own layers.")
-]
 
 
 def model_layers(model: str, input_shape: str | None, custom_proto: Path | None = None) -> tuple[Dialect, LayerList]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -12,8 +12,6 @@ from amct.printable import LONGEST_LAYER_NAME, escaped, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 
 
 def show(text: str, *, err: bool = False) -> None:

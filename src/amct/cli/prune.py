@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path  # noqa: TC003  typer reads the annotations
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from amct.cli.model_layers import load_reference, parse_shape
-from amct.cli.printing import JsonOption, show, show_json
+from amct.cli.options import JsonOption
+from amct.cli.printing import show, show_json
 from amct.errors import ArgumentError
 from amct.verbosity import few_lines
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
-from amct.cli.data_options import DataBatches, DataOptions, takes_data
-from amct.cli.model_layers import ONNX_ENDING, CustomProtoOption, check_reference, is_prototxt
+from amct.cli.batches import DataBatches
+from amct.cli.model_layers import ONNX_ENDING, check_reference, is_prototxt
 from amct.cli.model_pair import check_file
-from amct.cli.printing import JsonOption, aligned, comparison_row, most_harmed, short_name, show, show_json
+from amct.cli.options import MODEL_HELP, CustomProtoOption, DataOptions, JsonOption, ShapeOption, takes_data
+from amct.cli.printing import aligned, comparison_row, most_harmed, short_name, show, show_json
 from amct.cli.processes import processes
 from amct.errors import ArgumentError
 from amct.verbosity import few_lines
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 WORST_SHOWN = 3
 QDQ_FILE = "qdq_model.onnx"
 NAMES_SHOWN = 6
-
-
-MODEL_HELP = 'A prototxt, an ONNX file, or a Python reference "package.module:factory".'
 
 
 @takes_data
@@ -199,7 +197,7 @@ def _quantized(
         return amct.caffe.quantize(model, weights, batches, config=config, resume=state, **caffe), batches
     if model.endswith(ONNX_ENDING):
         import amct.onnx_model
-        from amct.cli.onnx_data import onnx_data
+        from amct.cli.batches import onnx_data
 
         batches = FirstBatches(onnx_data(model, data))
         return amct.onnx_model.quantize(model, batches, config=config, resume=state), batches
@@ -318,9 +316,7 @@ def _by_reason(left_float: dict[str, str]) -> list[tuple[str, list[str]]]:
 
 def inspect(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    input_shape: Annotated[
-        str | None, typer.Option("--input-shape", help="Example input of a PyTorch model, such as 1,3,224,224.")
-    ] = None,
+    input_shape: ShapeOption = None,
     custom_proto: CustomProtoOption = None,
     as_json: JsonOption = False,
 ) -> None:

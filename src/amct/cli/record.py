@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path  # noqa: TC003 - typer reads it at run time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from amct.cli import printing
-from amct.cli.printing import JsonOption  # noqa: TC001 - typer reads it at run time
+from amct.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from amct.record import Dialect

@@ -1,26 +1,84 @@
-"""Batches of the command line's data for an ONNX model, with its fixed batch size and an array for each input.
+"""Batches of the command line's data in the form that a model takes: converted, of a fixed size, one array per input.
 
-A model with one float input takes all data formats. A model with several inputs or with integer inputs (such as token
+An ONNX model with one float input takes all data formats. One with several inputs or with integer inputs (such as token
 ids) takes an array file: an .npz with arrays named as the inputs, or a .npy for one input, without preprocessing.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from amct.cli.data_options import DataBatches, full_batches
-from amct.errors import ArgumentError
+from amct.errors import ArgumentError, CalibrationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
 
     from numpy.typing import NDArray
     from onnx import ModelProto
 
-    from amct.cli.data_options import DataOptions
+    from amct.cli.options import DataOptions
+    from amct.data import StoredBatches
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DataBatches:
+    """Batches of the data in the form that a model takes; they can be read repeatedly, in parts, and ahead.
+
+    Attributes:
+        start: Returns an iterator over batches first, first + step, first + 2 · step, …
+        length: Returns the number of batches.
+        identity: Returns a fingerprint of the data.
+    """
+
+    start: Callable[[int, int], Iterator[Any]]
+    length: Callable[[], int]
+    identity: Callable[[], str]
+    reads_ahead: bool = True
+
+    @classmethod
+    def converted(cls, data: StoredBatches, convert: Callable[[Any], Any]) -> DataBatches:
+        """The batches of some data, each converted."""
+        return cls(lambda first, step: map(convert, data.part(first, step)), data.__len__, data.identity)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.start(0, 1)
+
+    def __len__(self) -> int:
+        return self.length()
+
+    def part(self, first: int, step: int) -> Iterator[Any]:
+        """Return every ``step``-th batch, from number ``first`` on."""
+        return self.start(first, step)
+
+
+def full_batches(batches: Iterable[Any], size: int | None, source: Path, *, first: int = 0) -> Iterator[Any]:
+    """Yield the batches, without an incomplete last one.
+
+    Args:
+        batches: Each an array, a dict of arrays by input name, or an array with its labels.
+        size: The fixed batch size of the model; None: all batches are yielded.
+        source: The data, for error messages.
+        first: The number of the first of these batches in the data.
+
+    Raises:
+        CalibrationError: The first batch of the data has fewer samples than ``size``.
+    """
+    for count, batch in enumerate(batches, first):
+        parts = list(batch.values()) if isinstance(batch, dict) else batch
+        length = len(parts[0]) if isinstance(parts, (list, tuple)) else len(parts)
+        if size is not None and length < size:
+            if count == 0:
+                raise CalibrationError(f"{source}: the model takes {size} samples at once, there are {length}")
+            logger.warning("%d samples are left out: the model takes %d at once", length, size)
+            return
+        yield batch
 
 
 def onnx_data(model: str, options: DataOptions) -> DataBatches:

@@ -1,22 +1,21 @@
-"""The options for the location and the preprocessing of data, shared by all commands that run a model."""
+"""Options that several commands have: of data, models and output."""
 
 from __future__ import annotations
 
 import inspect
-import logging
 from dataclasses import dataclass, replace
 from functools import wraps
-from pathlib import Path  # noqa: TC003 - typer reads it at run time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from amct.atomic import is_file
 from amct.cli.printing import show
-from amct.errors import ArgumentError, CalibrationError
+from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -25,7 +24,25 @@ if TYPE_CHECKING:
 
     LabelledBatch = tuple[NDArray[np.float32], list[int | None]]
 
-logger = logging.getLogger(__name__)
+MODEL_HELP = 'A prototxt, an ONNX file, or a Python reference "package.module:factory".'
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
+CustomProtoOption = Annotated[
+    Path | None, typer.Option("--custom-proto", help="Caffe: a custom.proto with messages of your own layers.")
+]
+ShapeOption = Annotated[
+    str | None, typer.Option("--input-shape", help="Example input of a PyTorch model, such as 1,3,224,224.")
+]
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FLOAT QUANT",
+        help="FLOAT: net.prototxt net.caffemodel, net.onnx or package.module:factory. "
+        "QUANT: what amct quantize was given with -o, or the quantized file (a prototxt, perhaps with its caffemodel).",
+    ),
+]
+Top1 = Annotated[
+    bool, typer.Option("--top1", help="Also count how often the largest output is the label; the data has labels.")
+]
 
 _PICTURE_INPUT_AXES = 4  # batch, channels, height, width
 
@@ -137,60 +154,6 @@ class DataOptions:
             mean=np.zeros(0, np.float32) if self.mean is None else _mean(self.mean),
             scale=_scale(self.scale),
         )
-
-
-@dataclass(frozen=True)
-class DataBatches:
-    """Batches of the data in the form that a model takes; they can be read repeatedly, in parts, and ahead.
-
-    Attributes:
-        start: Returns an iterator over batches first, first + step, first + 2 · step, …
-        length: Returns the number of batches.
-        identity: Returns a fingerprint of the data.
-    """
-
-    start: Callable[[int, int], Iterator[Any]]
-    length: Callable[[], int]
-    identity: Callable[[], str]
-    reads_ahead: bool = True
-
-    @classmethod
-    def converted(cls, data: StoredBatches, convert: Callable[[Any], Any]) -> DataBatches:
-        """The batches of some data, each converted."""
-        return cls(lambda first, step: map(convert, data.part(first, step)), data.__len__, data.identity)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.start(0, 1)
-
-    def __len__(self) -> int:
-        return self.length()
-
-    def part(self, first: int, step: int) -> Iterator[Any]:
-        """Return every ``step``-th batch, from number ``first`` on."""
-        return self.start(first, step)
-
-
-def full_batches(batches: Iterable[Any], size: int | None, source: Path, *, first: int = 0) -> Iterator[Any]:
-    """Yield the batches, without an incomplete last one.
-
-    Args:
-        batches: Each an array, a dict of arrays by input name, or an array with its labels.
-        size: The fixed batch size of the model; None: all batches are yielded.
-        source: The data, for error messages.
-        first: The number of the first of these batches in the data.
-
-    Raises:
-        CalibrationError: The first batch of the data has fewer samples than ``size``.
-    """
-    for count, batch in enumerate(batches, first):
-        parts = list(batch.values()) if isinstance(batch, dict) else batch
-        length = len(parts[0]) if isinstance(parts, (list, tuple)) else len(parts)
-        if size is not None and length < size:
-            if count == 0:
-                raise CalibrationError(f"{source}: the model takes {size} samples at once, there are {length}")
-            logger.warning("%d samples are left out: the model takes %d at once", length, size)
-            return
-        yield batch
 
 
 def takes_data(command: Callable[..., None], *, optional: bool = False) -> Callable[..., None]:
