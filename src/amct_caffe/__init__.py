@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from amct.caffe.ptq.convert import convert_model
     from amct.caffe.ptq.save import save_model
     from amct.caffe.pycaffe.runtime import install_as_caffe
-    from amct.caffe.qat.amct_api import create_quant_retrain_config, create_quant_retrain_model
-    from amct.caffe.qat.save import save_quant_retrain_model
+    from amct.caffe.qat.amct_api import (
+        create_quant_retrain_config,
+        create_quant_retrain_model,
+        save_quant_retrain_model,
+    )
 
 #: ``from amct_caffe import amct``, as in the samples of AMCT's guide.
 amct = sys.modules[__name__]
@@ -53,7 +56,7 @@ __getattr__, __dir__ = lazy_names(
         "init": "amct.caffe.amct_api",
         "install_as_caffe": "amct.caffe.pycaffe.runtime",
         "save_model": "amct.caffe.ptq.save",
-        "save_quant_retrain_model": "amct.caffe.qat.save",
+        "save_quant_retrain_model": "amct.caffe.qat.amct_api",
         "set_cpu_mode": "amct.caffe.amct_api",
         "set_gpu_mode": "amct.caffe.amct_api",
         "uninplace_model": "amct.caffe.prototxt",

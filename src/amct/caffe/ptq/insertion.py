@@ -45,7 +45,7 @@ def input_layer(kind: str, owner: ProtoMessage, index: int, taken: set[str]) -> 
 
 
 def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: str = "") -> None:
-    """Insert an IFMR layer before every quantized input, in place; the record file is optional.
+    """Insert an IFMR layer before every quantized input, in place; only with a record file it holds the settings.
 
     Layers that read one blob at the same index with the same settings share one IFMR layer. Where several IFMR layers
     see the same values, one observes and the others reuse its factors: those of one blob at different indices, and
@@ -140,6 +140,9 @@ def _is_identity(layer: ProtoMessage) -> bool:
 
 
 def _fill_ifmr(options: ProtoMessage, plan: LayerPlan, index: int, record_file: str) -> None:
+    options.index = index
+    if not record_file:
+        return  # in memory the session takes the settings from the plan
     settings = plan.activations[index]
     if isinstance(settings, IfmrSettings):
         options.search_range_start, options.search_range_end = settings.search_range
@@ -150,9 +153,7 @@ def _fill_ifmr(options: ProtoMessage, plan: LayerPlan, index: int, record_file: 
         options.settings = json.dumps(settings_to_dict(settings))
     options.with_offset = settings.asymmetric
     options.batch_num = plan.batch_num
-    if record_file:
-        options.record_file_path = record_file
-    options.index = index
+    options.record_file_path = record_file
     options.num_bits_d = settings.num_bits
 
 
@@ -213,5 +214,6 @@ def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver], 
     model = graph.with_quantized_weights()
     insert_ifmr(model, graph.plans())
     net = build_net(model, keep_blobs=tensors)
-    session = start_session([layer for layer in net.layers if isinstance(layer, IFMR)], tensors=tensors, ranks=ranks)
+    layers = [layer for layer in net.layers if isinstance(layer, IFMR)]
+    session = start_session(layers, plans=graph.plans(), tensors=tensors, ranks=ranks)
     return Calibration(net=net, session=session, tensors=tuple(tensors))

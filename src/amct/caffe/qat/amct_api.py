@@ -1,30 +1,18 @@
-"""AMCT's functions for quantization-aware training of Caffe models, up to the training itself.
+"""AMCT's functions for quantization-aware training of Caffe models, around the training itself.
 
 create_quant_retrain_config → create_quant_retrain_model → the user's own solver → ``save_quant_retrain_model``.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-from typing import TYPE_CHECKING
 
 from amct import log
 from amct.arguments import check_types, input_file, output_file
-from amct.atomic import FileGroup, read_bytes, write_text
-from amct.caffe.model import read_model, read_training_model, write_model
-from amct.caffe.prototxt import layer_infos
-from amct.caffe.ptq.folding import FusionReport, fuse_after
-from amct.caffe.qat.insertion import RetrainFiles, insert_retrain_layers
-from amct.config.qat.caffe import default_config, expand_config, make_plan, read_config
-from amct.model import Skip
-from amct.record import CaffeRecord, write_record
-
-if TYPE_CHECKING:
-    from amct.caffe.model import CaffeModel
-    from amct.config.plan import RetrainLayerPlan, RetrainPlan
-
-logger = logging.getLogger(__name__)
+from amct.caffe.ptq.save import CAFFE_FORMATS, check_save_type, prefix_of
+from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_config, write_retrain_model
+from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
+from amct.export.request import SaveRequest
 
 AnyPath = str | os.PathLike[str]
 PATH = (str, os.PathLike)
@@ -63,19 +51,12 @@ def create_quant_retrain_config(
         },
     )
     log.start("amct_caffe")
-    target = output_file(config_file, "config_file")
+    output_file(config_file, "config_file")
     input_file(model_file, "model_file")
     input_file(weights_file, "weights_file")
-    layers = layer_infos(read_model(model_file, weights_file, custom_proto).net)
-    if config_defination is None:
-        config = default_config(layers)
-    else:
-        source = input_file(config_defination, "config_defination")
-        config = expand_config(read_bytes(source), str(config_defination), layers)
-    for warning in config.warnings:
-        logger.warning("%s", warning)
-    write_text(target, config.to_json())
-    logger.info("Create quant retrain config %s success!", config_file)
+    if config_defination is not None:
+        input_file(config_defination, "config_defination")
+    write_retrain_config(config_file, model_file, weights_file, config_defination, custom_proto)
 
 
 def create_quant_retrain_model(
@@ -121,40 +102,65 @@ def create_quant_retrain_model(
     for name, (value, _) in inputs.items():
         input_file(value, name)
     modified, weights, record = (output_file(value, name) for name, (value, _) in outputs.items())
-    tested = read_model(model_file, weights_file, custom_proto)
-    plan = retrain_plan(config_file, tested)
-    for warning in plan.warnings:
-        logger.warning("%s", warning)
-    model = read_training_model(model_file, weights_file, custom_proto)
-    plans = _plans_to_train(plan, tested)
-    files = RetrainFiles(record=str(record.absolute()), config=os.path.abspath(config_file))  # noqa: PTH100 - a PathLike too
-    insert_retrain_layers(model, tested, plans, files)
-    write_record(CaffeRecord(), record, form="text")
-    with FileGroup() as group:
-        write_model(group, model, modified, weights)
-    logger.info("Inserted layers of retraining for %d layers.", len(plans))
+    files = RetrainFiles(config=config_file, record=record, model=modified, weights=weights)
+    write_retrain_model(model_file, weights_file, files, custom_proto)
 
 
-def retrain_plan(config_file: AnyPath, tested: CaffeModel) -> RetrainPlan:
-    """The plan of a JSON config for a model.
+def save_quant_retrain_model(
+    retrained_model_file: AnyPath,
+    retrained_weights_file: AnyPath,
+    save_type: str,
+    save_path: AnyPath,
+    scale_offset_record_file: AnyPath | None = None,
+    config_file: AnyPath | None = None,
+    custom_proto: AnyPath | None = None,
+) -> None:
+    """Write the fake-quant and deploy models of a retrained model.
+
+    With a deploy model come its form for ATC (``<prefix>_atc_model.prototxt``: Input layers, no losses) and a QDQ ONNX
+    file.
+
+    Args:
+        retrained_model_file: The prototxt that ``create_quant_retrain_model`` wrote.
+        retrained_weights_file: The caffemodel of a snapshot of its training.
+        save_type: ``Fakequant``, ``Deploy`` or ``Both``.
+        save_path: Folder and prefix of the files, such as ``results/model``.
+        scale_offset_record_file: The record that the TEST phase wrote; None: the one that the prototxt names.
+        config_file: The config; None: the one that the prototxt names.
+        custom_proto: A ``custom.proto`` with messages of your own layers (not in AMCT).
 
     Raises:
-        FileError, ParseError, ConfigError: The config cannot be read, or does not belong to the model.
+        ArgumentError, ArgumentTypeError: an argument is invalid.
+        FileError: a file cannot be read or written.
+        ParseError, ModelError, ConfigError: a file is malformed, invalid, or does not belong to the model.
+        RecordError: the TEST phase has not written the record.
     """
-    layers = layer_infos(tested.net)
-    return make_plan(read_config(read_bytes(config_file), str(config_file), layers), layers)
-
-
-def _plans_to_train(plan: RetrainPlan, tested: CaffeModel) -> dict[str, RetrainLayerPlan]:
-    """The enabled layers, without those that are folded into others when the trained model is saved."""
-    per_tensor = {each.name for each in plan.enabled if each.type == "InnerProduct"}
-    folded = FusionReport()
-    fuse_after(tested.copy(), folded, refuse_head=lambda layer: "one scale" if layer.name in per_tensor else None)
-    gone = {name: head for head, names in folded.folded.items() for name in names}
-    for name, reason in plan.not_quantized.items():
-        logger.info("left as it is: %s", Skip(name, reason))
-    for each in plan.enabled:
-        if each.name in gone:
-            reason = f'it is folded into "{gone[each.name]}" when the trained model is saved'
-            logger.info("left as it is: %s", Skip(each.name, reason))
-    return {each.name: each for each in plan.enabled if each.name not in gone}
+    inputs = {
+        "retrained_model_file": (retrained_model_file, PATH),
+        "retrained_weights_file": (retrained_weights_file, PATH),
+    }
+    others = {
+        "save_type": (save_type, (str,)),
+        "save_path": (save_path, PATH),
+        "scale_offset_record_file": (scale_offset_record_file, OPTIONAL_PATH),
+        "config_file": (config_file, OPTIONAL_PATH),
+        "custom_proto": (custom_proto, OPTIONAL_PATH),
+    }
+    check_types("save_quant_retrain_model", {**inputs, **others})
+    check_save_type("save_quant_retrain_model", save_type)
+    where = prefix_of(save_path)
+    log.start("amct_caffe")
+    for name, (value, _) in inputs.items():
+        input_file(value, name)
+    trained = Trained.read(retrained_model_file, retrained_weights_file, custom_proto)
+    record_file = trained.file_of("scale_offset_record_file", scale_offset_record_file)
+    plan = retrain_plan(trained.file_of("config_file", config_file), trained.model)
+    formats = CAFFE_FORMATS[save_type]
+    request = SaveRequest(
+        where=where,
+        formats=(*formats, "qdq") if "deploy" in formats else formats,
+        options=TRAINED_AS_IT_IS,
+        with_record=True,
+        record_file=record_file,
+    )
+    save_trained(trained_results(trained, plan, record_file), request)

@@ -18,7 +18,7 @@ from amct.caffe.engine.net import Net
 from amct.caffe.engine.solvers import Solver, evaluate, read_solver
 from amct.caffe.engine.solvers.snapshot import snapshot_names
 from amct.caffe.model import build_net
-from amct.caffe.qat.amct_api import create_quant_retrain_config, create_quant_retrain_model, retrain_plan
+from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_config, write_retrain_model
 from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
 from amct.caffe.reporting import fused_notes, report_layers
 from amct.errors import ArgumentError, ArgumentTypeError, TrainingError
@@ -81,14 +81,15 @@ def prepare_qat(  # noqa: PLR0913 - three files, a config and where the work goe
         input_file(value, name)
     where = Path(folder)
     check_writable(where)
-    files = {name: where / name for name in ("config.json", "modified_model.prototxt", "record.txt")}
-    _write_config(config, files["config.json"], model, weights, custom_proto)
-    modified = files["modified_model.prototxt"]
-    create_quant_retrain_model(
-        model, weights, files["config.json"], modified, modified.with_suffix(".caffemodel"), files["record.txt"],
-        custom_proto,
-    )  # fmt: skip
-    parameter = _solver_for(read_solver(solver), modified, where / "retrain", iterations)
+    files = RetrainFiles(
+        config=where / "config.json",
+        record=where / "record.txt",
+        model=where / "modified_model.prototxt",
+        weights=where / "modified_model.caffemodel",
+    )
+    _write_config(config, files.config, model, weights, custom_proto)
+    write_retrain_model(model, weights, files, custom_proto)
+    parameter = _solver_for(read_solver(solver), files.model, where / "retrain", iterations)
     write_text(where / "solver.prototxt", format_text(parameter))
     source = (Path(model), Path(weights))
     return CaffeRetraining(where, parameter, source, custom_proto=custom_proto, allow_python=allow_python)
@@ -96,7 +97,7 @@ def prepare_qat(  # noqa: PLR0913 - three files, a config and where the work goe
 
 def _write_config(
     config: Mapping[str, Any] | AnyPath | None,
-    target: Path,
+    target: AnyPath,
     model: AnyPath,
     weights: AnyPath,
     custom_proto: AnyPath | None,
@@ -105,13 +106,13 @@ def _write_config(
     if isinstance(config, Mapping):
         write_text(target, json.dumps(config, indent=4))
     elif config is None:
-        create_quant_retrain_config(target, model, weights, None, custom_proto)
+        write_retrain_config(target, model, weights, None, custom_proto)
     elif isinstance(config, (str, os.PathLike)):
         content = read_bytes(input_file(config, "config"))
         if content.lstrip()[:1] == b"{":
             write_text(target, content.decode())
         else:
-            create_quant_retrain_config(target, model, weights, config, custom_proto)
+            write_retrain_config(target, model, weights, config, custom_proto)
     else:
         raise ArgumentTypeError(
             f"config: expected the path of a .cfg or .json, a dict or None, got {type(config).__name__}"

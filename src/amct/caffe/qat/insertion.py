@@ -1,28 +1,41 @@
-"""Inserts the layers of quantization-aware training into a net with the layers of every phase."""
+"""Writes the model that is trained for quantization: layers that round go into a net with the layers of every phase."""
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from amct.atomic import FileGroup, read_bytes, write_text
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.layers.retrain import CLIP_SIZES
 from amct.caffe.engine.messages import new_message
+from amct.caffe.model import read_model, read_training_model, write_model
+from amct.caffe.prototxt import layer_infos
+from amct.caffe.ptq.folding import FusionReport, fuse_after
 from amct.caffe.ptq.insertion import input_layer, taken_names, watched_blobs
+from amct.config.qat.caffe import default_config, expand_config, make_plan, read_config
+from amct.model import Skip
 from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
+from amct.record import CaffeRecord, write_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
-    from amct.config.plan import RetrainLayerPlan
+    from amct.config.plan import RetrainLayerPlan, RetrainPlan
 
     Input = tuple[str, int]
     """A layer and the index of one of its bottoms."""
 
+logger = logging.getLogger(__name__)
+
+AnyPath = str | os.PathLike[str]
 _CLIP_BLOBS = ("clip_max", "clip_min", "legal_clips")
 _NEVER_NEGATIVE = ("ReLU6", "Sigmoid", "Softmax", "AbsVal", "BNLL", "Exp")
 _KEEPS_SIGN = ("Pooling", "Dropout", "LRN", "Normalize", "Interp", "Upsample")
@@ -30,10 +43,82 @@ _KEEPS_SIGN = ("Pooling", "Dropout", "LRN", "Normalize", "Interp", "Upsample")
 
 @dataclass(frozen=True, kw_only=True)
 class RetrainFiles:
-    """The files that the inserted layers name: the record that they write, and the config."""
+    """The files of a model that is trained; the inserted layers name the record that they write, and the config."""
 
-    record: str
-    config: str
+    config: AnyPath
+    record: Path
+    model: Path
+    weights: Path
+
+
+def write_retrain_config(
+    target: AnyPath,
+    model_file: AnyPath,
+    weights_file: AnyPath,
+    definition: AnyPath | None,
+    custom_proto: AnyPath | None,
+) -> None:
+    """Write the JSON config of a model, from a simple config or with the defaults.
+
+    Raises:
+        FileError, ParseError, ModelError, ConfigError: A file cannot be read, is malformed or invalid.
+    """
+    layers = layer_infos(read_model(model_file, weights_file, custom_proto).net)
+    if definition is None:
+        config = default_config(layers)
+    else:
+        config = expand_config(read_bytes(definition), str(definition), layers)
+    for warning in config.warnings:
+        logger.warning("%s", warning)
+    write_text(target, config.to_json())
+    logger.info("Create quant retrain config %s success!", target)
+
+
+def write_retrain_model(
+    model_file: AnyPath, weights_file: AnyPath, files: RetrainFiles, custom_proto: AnyPath | None
+) -> None:
+    """Write the model that is trained, as the config says, and an empty record.
+
+    Raises:
+        FileError, ParseError, ModelError, ConfigError: A file cannot be read, is malformed, invalid, or does not
+            belong to the model.
+    """
+    tested = read_model(model_file, weights_file, custom_proto)
+    plan = retrain_plan(files.config, tested)
+    for warning in plan.warnings:
+        logger.warning("%s", warning)
+    model = read_training_model(model_file, weights_file, custom_proto)
+    plans = _plans_to_train(plan, tested)
+    insert_retrain_layers(model, tested, plans, files)
+    write_record(CaffeRecord(), files.record, form="text")
+    with FileGroup() as group:
+        write_model(group, model, files.model, files.weights)
+    logger.info("Inserted layers of retraining for %d layers.", len(plans))
+
+
+def retrain_plan(config_file: AnyPath, tested: CaffeModel) -> RetrainPlan:
+    """The plan of a JSON config for a model.
+
+    Raises:
+        FileError, ParseError, ConfigError: The config cannot be read, or does not belong to the model.
+    """
+    layers = layer_infos(tested.net)
+    return make_plan(read_config(read_bytes(config_file), str(config_file), layers), layers)
+
+
+def _plans_to_train(plan: RetrainPlan, tested: CaffeModel) -> dict[str, RetrainLayerPlan]:
+    """The enabled layers, without those that are folded into others when the trained model is saved."""
+    per_tensor = {each.name for each in plan.enabled if each.type == "InnerProduct"}
+    folded = FusionReport()
+    fuse_after(tested.copy(), folded, refuse_head=lambda layer: "one scale" if layer.name in per_tensor else None)
+    gone = {name: head for head, names in folded.folded.items() for name in names}
+    for name, reason in plan.not_quantized.items():
+        logger.info("left as it is: %s", Skip(name, reason))
+    for each in plan.enabled:
+        if each.name in gone:
+            reason = f'it is folded into "{gone[each.name]}" when the trained model is saved'
+            logger.info("left as it is: %s", Skip(each.name, reason))
+    return {each.name: each for each in plan.enabled if each.name not in gone}
 
 
 def insert_retrain_layers(
@@ -141,7 +226,8 @@ def _fill_data(
         options.clip_min = settings.clip_min
     options.fixed_min = bool(settings.fixed_min)
     options.batch_num = batch_num
-    options.record_file_path, options.config_file_path = files.record, files.config
+    options.record_file_path = str(files.record.absolute())
+    options.config_file_path = os.path.abspath(files.config)  # noqa: PTH100 - a PathLike too
     fixed = (
         settings.fixed_clip and settings.clip_max is not None,
         bool(settings.fixed_min) or (settings.fixed_clip and settings.clip_min is not None),
@@ -165,7 +251,7 @@ def _weight_layer(owner: ProtoMessage, plan: RetrainLayerPlan, files: RetrainFil
     assert isinstance(plan.weight, CaffeArqRetrainSettings)
     options.object_layer = owner.name
     options.channel_wise, options.num_bits_w = plan.weight.channel_wise, plan.weight.num_bits
-    options.record_file_path = files.record
+    options.record_file_path = str(files.record.absolute())
     _copy_rules(owner, made)
     return made
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amct import log
-from amct.arguments import check_types, input_file
+from amct.arguments import input_file
 from amct.caffe.engine.layer import find_layer_class
 from amct.caffe.engine.layers.losses import LossLayer
 from amct.caffe.engine.layers.retrain import RETRAIN_TYPES, clip_factors
@@ -25,8 +24,7 @@ from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics
 from amct.caffe.ptq.graph import record_layers
 from amct.caffe.ptq.quantized_weights import fold_quantized, quantize_weights
-from amct.caffe.ptq.save import CAFFE_FORMATS, CaffeFiles, Inference, SaveNotes, check_save_type, prefix_of
-from amct.caffe.qat.amct_api import retrain_plan
+from amct.caffe.ptq.save import CaffeFiles, Inference, SaveNotes
 from amct.config.plan import config_text
 from amct.errors import AmctError, ModelError, RecordError
 from amct.export.request import ExportOptions, Placement, SaveRequest, Target
@@ -52,66 +50,6 @@ PATH = (str, os.PathLike)
 OPTIONAL_PATH = (*PATH, type(None))
 TRAINED_AS_IT_IS = ExportOptions(placement=Placement.EXACT.value, target=Target.EXACT8.value)
 """Options of the QDQ file: it has the integers that were trained, and no others."""
-
-
-def save_quant_retrain_model(
-    retrained_model_file: AnyPath,
-    retrained_weights_file: AnyPath,
-    save_type: str,
-    save_path: AnyPath,
-    scale_offset_record_file: AnyPath | None = None,
-    config_file: AnyPath | None = None,
-    custom_proto: AnyPath | None = None,
-) -> None:
-    """Write the fake-quant and deploy models of a retrained model.
-
-    With a deploy model come its form for ATC (``<prefix>_atc_model.prototxt``: Input layers, no losses) and a QDQ ONNX
-    file.
-
-    Args:
-        retrained_model_file: The prototxt that ``create_quant_retrain_model`` wrote.
-        retrained_weights_file: The caffemodel of a snapshot of its training.
-        save_type: ``Fakequant``, ``Deploy`` or ``Both``.
-        save_path: Folder and prefix of the files, such as ``results/model``.
-        scale_offset_record_file: The record that the TEST phase wrote; None: the one that the prototxt names.
-        config_file: The config; None: the one that the prototxt names.
-        custom_proto: A ``custom.proto`` with messages of your own layers (not in AMCT).
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid.
-        FileError: a file cannot be read or written.
-        ParseError, ModelError, ConfigError: a file is malformed, invalid, or does not belong to the model.
-        RecordError: the TEST phase has not written the record.
-    """
-    inputs = {
-        "retrained_model_file": (retrained_model_file, PATH),
-        "retrained_weights_file": (retrained_weights_file, PATH),
-    }
-    others = {
-        "save_type": (save_type, (str,)),
-        "save_path": (save_path, PATH),
-        "scale_offset_record_file": (scale_offset_record_file, OPTIONAL_PATH),
-        "config_file": (config_file, OPTIONAL_PATH),
-        "custom_proto": (custom_proto, OPTIONAL_PATH),
-    }
-    check_types("save_quant_retrain_model", {**inputs, **others})
-    check_save_type("save_quant_retrain_model", save_type)
-    where = prefix_of(save_path)
-    log.start("amct_caffe")
-    for name, (value, _) in inputs.items():
-        input_file(value, name)
-    trained = Trained.read(retrained_model_file, retrained_weights_file, custom_proto)
-    record_file = trained.file_of("scale_offset_record_file", scale_offset_record_file)
-    plan = retrain_plan(trained.file_of("config_file", config_file), trained.model)
-    formats = CAFFE_FORMATS[save_type]
-    request = SaveRequest(
-        where=where,
-        formats=(*formats, "qdq") if "deploy" in formats else formats,
-        options=TRAINED_AS_IT_IS,
-        with_record=True,
-        record_file=record_file,
-    )
-    save_trained(trained_results(trained, plan, record_file), request)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,6 +12,8 @@ import json
 import logging
 import re
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from amct import log
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Shape
     from amct.calibration import CalibrationResult, Ranks
+    from amct.config.plan import LayerPlan
     from amct.numerics.observer import Observer, TensorObserver
     from amct.numerics.qparams import Observed
     from amct.numerics.settings import ActivationSettings
@@ -115,9 +118,17 @@ class IFMR(Layer):
             session.observe(layer, bottom, self._stream, ends_batch=self._ends_batch)
         return [bottom]
 
-    def streams(self, layers: Mapping[str, IFMR]) -> Iterator[Stream]:
-        """One stream per layer that reads the bottom; all but one reuse the factors of another stream."""
+    def streams(self, layers: Mapping[str, IFMR], plans: Mapping[str, LayerPlan]) -> Iterator[Stream]:
+        """One stream per layer that reads the bottom; all but one reuse the factors of another stream.
+
+        Args:
+            layers: the IFMR layers of the net.
+            plans: the settings by observed layer; a layer without a plan has them itself, from a file.
+        """
         options = self.options
+        plan = plans.get(options.object_layer[0])
+        settings = self._settings() if plan is None else plan.activations[options.index]
+        batch_num = options.batch_num if plan is None else plan.batch_num
         leader = layers[options.factors_from or self.name].options
         observed = (leader.object_layer[0], caffe_stream(leader.index))
         for layer in options.object_layer:
@@ -125,9 +136,9 @@ class IFMR(Layer):
             yield Stream(
                 layer=layer,
                 name=name,
-                settings=self._settings(),
-                batch_num=options.batch_num,
-                make_observer=self._make_observer,
+                settings=settings,
+                batch_num=batch_num,
+                make_observer=partial(self._make_observer, settings, batch_num),
                 same_as=None if (layer, name) == observed else observed,
             )
 
@@ -148,15 +159,14 @@ class IFMR(Layer):
         except (AmctError, json.JSONDecodeError) as error:
             raise self.error(f"settings: {error}" if options.settings else str(error)) from error
 
-    def _make_observer(self) -> Observer:
-        settings = self._settings()
+    def _make_observer(self, settings: ActivationSettings, batch_num: int) -> Observer:
         try:
             if not isinstance(settings, IfmrSettings):
                 return make_observer(settings, symmetric_scale=SymmetricScale.FULL_RANGE)
             observer = IfmrLayerObserver(settings)
         except AmctError as error:
             raise self.error(str(error)) from error
-        observer.sample_for(self.options.batch_num if self.options.batch_num < OPEN_ENDED else None)
+        observer.sample_for(batch_num if batch_num < OPEN_ENDED else None)
         return observer
 
 
@@ -197,6 +207,7 @@ def _plain_inputs(layers: Mapping[str, Layer]) -> frozenset[str]:
 def start_session(
     layers: Sequence[IFMR],
     *,
+    plans: Mapping[str, LayerPlan] = MappingProxyType({}),
     tensors: Mapping[str, TensorObserver] | None = None,
     record_file: str = "",
     inputs: Collection[str] = (),
@@ -206,6 +217,7 @@ def start_session(
 
     Args:
         layers: the IFMR layers, in the order of the net.
+        plans: the settings by observed layer, for layers of a net in memory.
         tensors: observers of blobs between layers.
         record_file: the file for the factors; empty: the factors are only in the session's result.
         inputs: the input blobs of the net; their first batch is kept beside the record file, if IFMR layers see them.
@@ -216,7 +228,7 @@ def start_session(
         ModelError: the settings of a layer are invalid.
     """
     by_name = {layer.name: layer for layer in layers}
-    streams = [stream for layer in layers for stream in layer.streams(by_name)]
+    streams = [stream for layer in layers for stream in layer.streams(by_name, plans)]
     if record_file:
         file = _RecordFile(record_file, _KeptInputs(inputs))
         for layer in layers:
