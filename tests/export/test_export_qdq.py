@@ -11,7 +11,7 @@ from onnx import TensorProto, numpy_helper
 from test_export_fake_quant import balanced
 
 from amct.errors import ArgumentError, ExportError
-from amct.export.qdq.exporter import observed_tensors, qdq_model
+from amct.export.qdq.exporter import plan_tensors, qdq_model
 from amct.export.request import Placement, Target
 from integer_kernels import KernelCount, count_integer_kernels
 
@@ -259,7 +259,7 @@ def test_products_inside_attention_are_integer_and_sums_stay_float(tmp_path):
 def test_the_tensors_to_observe_are_all_that_fast_needs():
     net, model = many_operators()
     factors, tensors = calibrate(net, model)
-    names = observed_tensors(model, net.bindings())
+    names = plan_tensors(model, net.bindings()).observed
     assert set(names) == {"left_out", "gate_out", "silu_out", "mix_out", "scaled_out"}
     exported = qdq_model(model, net.bindings(), factors, tensors={name: tensors[name] for name in names})
     complete = qdq_model(model, net.bindings(), factors, tensors=tensors)
@@ -269,12 +269,14 @@ def test_the_tensors_to_observe_are_all_that_fast_needs():
 
 def test_layers_of_another_kind_need_more_tensors():
     net, model = residual()
-    assert set(observed_tensors(model, net.bindings())) == {"second_out", "join_relu_out"}
+    assert set(plan_tensors(model, net.bindings()).observed) == {"second_out", "join_relu_out"}
     # A balanced input is folded into the layer before; the stem's result is also read by the sum, so it is observed.
-    assert "stem_relu_out" in observed_tensors(model, net.bindings(), balanced={"first", "second"})
-    assert "first_relu_out" not in observed_tensors(model, net.bindings(), balanced={"first", "second"})
+    assert "stem_relu_out" in plan_tensors(model, net.bindings(), balanced={"first", "second"}).observed
+    assert "first_relu_out" not in plan_tensors(model, net.bindings(), balanced={"first", "second"}).observed
     # What a layer of 16 bits reads must not pass through 8 bits.
-    assert not {"first_out", "first_relu_out"} & set(observed_tensors(model, net.bindings(), other_bits={"second"}))
+    assert not {"first_out", "first_relu_out"} & set(
+        plan_tensors(model, net.bindings(), other_bits={"second"}).observed
+    )
 
 
 def test_tensors_without_factors_are_returned_with_the_consequence(tmp_path):
@@ -499,7 +501,7 @@ def test_the_model_given_is_not_changed():
     factors, tensors = calibrate(net, model)
     before = model.SerializeToString()
     qdq_model(model, net.bindings(), factors, tensors=tensors)
-    observed_tensors(model, net.bindings())
+    plan_tensors(model, net.bindings())
     assert model.SerializeToString() == before
 
 

@@ -12,7 +12,7 @@ from transformer_nets import NORMALIZATIONS, TOKENS, audio_encoder, vision_trans
 from amct.export.fake_quant import fake_quant_model
 from amct.export.formats import ExportRequest, export
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.qdq.exporter import observed_tensors, qdq_model
+from amct.export.qdq.exporter import plan_tensors, qdq_model
 from amct.export.qdq.residual_streams import residual_streams
 from amct.export.request import ExportOptions
 
@@ -90,7 +90,7 @@ def test_a_residual_stream_in_front_of_a_normalization_stays_float(norm):
         )
     ]
     assert {report.layer for report in exported.layers} == set(net.layers)
-    assert "patch_out" not in observed_tensors(model, net.bindings())
+    assert "patch_out" not in plan_tensors(model, net.bindings()).observed
 
 
 @pytest.mark.parametrize("make", [vision_transformer, audio_encoder])
@@ -214,7 +214,7 @@ def test_a_sum_of_many_branches_is_rounded_once():
     quantized = quantized_outputs(exported.model)
     assert not {"sum0_out", "sum1_out", "sum2_out", "sum3_out"} & set(quantized)
     assert {"relu_out", "branch0_out", "branch3_out", "stem_out"} <= set(quantized)
-    assert "sum1_out" not in observed_tensors(model, net.bindings())
+    assert "sum1_out" not in plan_tensors(model, net.bindings()).observed
     # On the calibration batch, where nothing is clipped, the file has one rounding of each addend more than the
     # simulation, of variance step²/12; a rounded partial sum would add a multiple of them all.
     feeds = net.data()
@@ -229,7 +229,7 @@ def test_a_sum_of_two_branches_stays_integer():
     net, model = branches(1)
     factors, tensors = calibrate(net, model)
     assert "relu_out" in qdq_model(model, net.bindings(), factors, tensors=tensors).tensors
-    assert observed_tensors(model, net.bindings()) == ("branch0_out", "y")
+    assert plan_tensors(model, net.bindings()).observed == ("branch0_out", "y")
 
 
 # -- probabilities -----------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_observed_probabilities_decide_by_their_own_step():
         **tensors,
         **{name: tensors[name].moved(1e-3, tensors[name].zero_point) for name in ("soft_out", "dropped_out")},
     }
-    assert "soft_out" in observed_tensors(model, net.bindings())
+    assert "soft_out" in plan_tensors(model, net.bindings()).observed
     assert "dropped_out" in quantized_outputs(qdq_model(model, net.bindings(), factors, tensors=fine).model)
 
 
@@ -308,4 +308,4 @@ def test_a_convolution_in_front_of_a_float_layer_keeps_the_step_of_the_record():
     exported = qdq_model(model, net.bindings(), factors, tensors=tensors).model
     steps = [numpy_helper.to_array(each) for each in exported.graph.initializer if each.name == "conv_out.scale"]
     assert steps == [0.125]
-    assert "conv_out" not in observed_tensors(model, net.bindings())
+    assert "conv_out" not in plan_tensors(model, net.bindings()).observed

@@ -11,7 +11,7 @@ from onnx import numpy_helper
 
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.qdq import placement
-from amct.export.qdq.exporter import observed_tensors, qdq_model
+from amct.export.qdq.exporter import plan_tensors, qdq_model
 from amct.export.qdq.value_limits import raised_to, without_effect_below
 from amct.numerics.qparams import QParams
 
@@ -74,7 +74,7 @@ def test_other_readers_need_the_whole_range(form):
 
 def test_values_in_front_of_a_float_operator_are_not_rounded_once_more():
     net, model = network(written_out)
-    assert not {"product_out", "gate_out", "moved_out"} & set(observed_tensors(model, net.bindings()))
+    assert not {"product_out", "gate_out", "moved_out"} & set(plan_tensors(model, net.bindings()).observed)
     factors, tensors = calibrate(net, model)
     exported = qdq_model(model, net.bindings(), factors, tensors=tensors)
     assert set(exported.tensors) == {"x", "first_out", "swish_out", "y"}

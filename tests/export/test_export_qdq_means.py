@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from export_nets import Net, calibrate, run
 
-from amct.export.qdq.exporter import observed_tensors, qdq_model
+from amct.export.qdq.exporter import plan_tensors, qdq_model
 
 
 def network(axes, opset, keepdims=1, shape=(2, 3, 8, 8)):
@@ -31,7 +31,7 @@ def operators(model):
 def test_a_mean_over_rows_and_columns_is_a_pooling_on_integers(axes, opset):
     net, model = network(axes, opset)
     factors, tensors = calibrate(net, model)
-    assert set(observed_tensors(model, net.bindings())) <= set(tensors)
+    assert set(plan_tensors(model, net.bindings()).observed) <= set(tensors)
     exported = qdq_model(model, net.bindings(), factors, tensors=tensors, target="vnni")
     assert {"relu_out", "mean_out"} <= set(exported.tensors)
     assert "GlobalAveragePool" in operators(exported.model)

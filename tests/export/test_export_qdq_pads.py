@@ -10,7 +10,7 @@ import torch
 from export_nets import Net, calibrate, changed, run
 from onnx import TensorProto
 
-from amct.export.qdq.exporter import observed_tensors, qdq_model
+from amct.export.qdq.exporter import plan_tensors, qdq_model
 
 
 def padded(amounts, *, opset=17, axes=None, merged=False, size=(9, 9), groups=1, **settings):
@@ -71,7 +71,7 @@ def test_the_model_given_and_placement_exact_keep_their_pads():
     factors, tensors = calibrate(net, model)
     assert "Pad" in operators(qdq_model(model, net.bindings(), factors, tensors=tensors, placement="exact").model)
     assert "Pad" in operators(model)
-    assert "frame_out" not in observed_tensors(model, net.bindings())
+    assert "frame_out" not in plan_tensors(model, net.bindings()).observed
 
 
 def test_the_means_of_the_padded_input_correct_the_bias():

@@ -85,7 +85,7 @@ def start_calibration(prepared: OnnxPreparation, ranks: Ranks = ALONE) -> Calibr
                 for values in show(feeds):
                     observation.take(values)
 
-    return Calibration(session=session, run=run, observes_tensors=prepared.intermediate_tensors is not None)
+    return Calibration(session=session, run=run, observes_tensors=prepared.tensor_plan is not None)
 
 
 def _watching(

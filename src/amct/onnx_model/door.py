@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from amct.config.python_config import AnyConfig
     from amct.export.binding import LayerBinding
     from amct.export.onnx.layer import Layer
+    from amct.export.qdq.exporter import TensorPlan
     from amct.numerics.observer import TensorObserver
     from amct.onnx_model.batches import Feeds
     from amct.onnx_model.layers import Layers
@@ -77,10 +78,10 @@ class OnnxPreparation(Preparation):
         return [self.found.found[name].binding for name in self.weights]
 
     @cached_property
-    def intermediate_tensors(self) -> tuple[str, ...] | None:
-        """The tensors between layers to observe for the fast QDQ placement; None if that placement is impossible."""
+    def tensor_plan(self) -> TensorPlan | None:
+        """What the fast placement of the QDQ file quantizes beside what layers read; None if it is impossible."""
         is_float32 = all(layer.is_wide_float for layer in self.onnx_layers.values())
-        return self.fast_tensors(self.folded, self.bindings, is_float32=is_float32)
+        return self.plan_tensors(self.folded, self.bindings, is_float32=is_float32)
 
     def bias(self, layer: str) -> Tensor | None:
         """The bias of a layer, folded; None: it has none, or one for each gate."""
@@ -89,11 +90,11 @@ class OnnxPreparation(Preparation):
 
     def tensor_observers(self) -> dict[str, TensorObserver]:
         """Observers of tensors that only the QDQ file needs: tensors between layers, and layer inputs per channel."""
-        if self.intermediate_tensors is None:
+        if self.tensor_plan is None:
             return {}
         inputs = self.layer_inputs({name: layer.reader.input[0] for name, layer in self.onnx_layers.items()})
         observers: dict[str, TensorObserver] = {each.tensor: each.observer() for each in inputs}
-        return observers | {name: MinMaxObserver() for name in self.intermediate_tensors}
+        return observers | {name: MinMaxObserver() for name in self.tensor_plan.observed}
 
     def rounded_model(self, kept: KeptWeights | None = None) -> ModelProto:
         """The folded model with fake-quantized weights; ``kept`` takes large ones."""

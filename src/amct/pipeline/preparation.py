@@ -14,7 +14,7 @@ from amct.config.plan import config_text
 from amct.errors import CalibrationError, ExportError
 from amct.export.binding import bindings_by_name
 from amct.export.onnx.layer_lookup import find_layers
-from amct.export.qdq.exporter import fast_tensors
+from amct.export.qdq.exporter import plan_tensors
 from amct.export.saving import OnnxFiles
 from amct.model import Skip
 from amct.numerics.layer_inputs import LayerInputObserver
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from amct.config.plan import LayerPlan, LayerPlans, Plan, PlannedLayer
     from amct.export.binding import LayerBinding
     from amct.export.check.losses import Reference
-    from amct.export.qdq.exporter import FastTensors
+    from amct.export.qdq.exporter import TensorPlan
     from amct.export.request import SaveRequest
     from amct.numerics.qparams import Observed
     from amct.pipeline.weights import LayerWeights
@@ -154,21 +154,14 @@ class Preparation(ABC):
 
     # -- what the fast placement of the QDQ file needs -----------------------------------------------------------------
 
-    def fast_tensors(
+    def plan_tensors(
         self, model: ModelProto, bindings: Sequence[LayerBinding], *, is_float32: bool
-    ) -> tuple[str, ...] | None:
-        """The tensors between layers that are observed for the fast placement, by ONNX name; None: it is impossible."""
-        placed = self.fast_placement(model, bindings, is_float32=is_float32)
-        return None if placed is None else placed.observed
-
-    def fast_placement(
-        self, model: ModelProto, bindings: Sequence[LayerBinding], *, is_float32: bool
-    ) -> FastTensors | None:
+    ) -> TensorPlan | None:
         """What the fast placement quantizes beside what layers read; None: it is impossible."""
         if not is_float32:
             logger.info("the QDQ file will quantize layer inputs only (placement exact): the model is not float32")
             return None
-        return fast_tensors(
+        return plan_tensors(
             model,
             bindings,
             balanced=[name for name, weights in self.weights.items() if weights.balance is not None],

@@ -197,7 +197,7 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
         return start_calibration(preparation, record_file=record_path, ranks=ranks).model
     if ranks.is_first:
         write_modified(onnx_path, onnx.model, file_notes(preparation))
-    watch = preparation.intermediate_watch(onnx)
+    watch = preparation.tensor_watch()
     return start_calibration(preparation, record_file=record_path, intermediate=watch, ranks=ranks).model
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from amct.calibration import Ranks
     from amct.config.plan import Plan
-    from amct.export.qdq.exporter import FastTensors
+    from amct.export.qdq.exporter import TensorPlan
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import ComparedModel, ModelOutput
     from amct.pipeline.weights import LayerWeights
@@ -126,29 +126,32 @@ class TorchPreparation(Preparation):
         except ExportError as error:
             return error
 
-    def intermediate_watch(self, onnx: TracedOnnx) -> TensorWatch | None:
-        """The tensors to observe for the fast placement of the QDQ file; None if that placement is impossible."""
-        placed = self.placed_tensors(onnx)
-        if placed is None:
-            return None
-        watch = find_tensors(self.traced, self.fused.fusions, placed.observed, onnx.tensors)
-        inputs = {node.name: node.input[0] for node in onnx.model.graph.node if node.input}
-        return replace(watch, given=self.layer_inputs(inputs))
-
-    def placed_tensors(self, onnx: TracedOnnx) -> FastTensors | None:
+    @cached_property
+    def tensor_plan(self) -> TensorPlan | None:
         """What the fast placement of the QDQ file quantizes beside what layers read; None if it is impossible."""
-        return self.fast_placement(
+        onnx = self.default_onnx
+        if isinstance(onnx, ExportError):
+            return None
+        return self.plan_tensors(
             onnx.model,
             [binding for binding in onnx.bindings if binding.layer in self.weights],
             is_float32=all(self.traced.layers[name].dtype == "float32" for name in self.weights),
         )
 
+    def tensor_watch(self) -> TensorWatch | None:
+        """Where the tensors of the plan are computed, to observe them; None if there is no plan."""
+        onnx, plan = self.default_onnx, self.tensor_plan
+        if plan is None or isinstance(onnx, ExportError):
+            return None
+        watch = find_tensors(self.traced, self.fused.fusions, plan.observed, onnx.tensors)
+        inputs = {node.name: node.input[0] for node in onnx.model.graph.node if node.input}
+        return replace(watch, given=self.layer_inputs(inputs))
+
     # -- interface of the quantization flow ----------------------------------------------------------------------------
 
     def start_calibration(self, ranks: Ranks = ALONE) -> Calibration:
         """Start a calibration of a copy of the model with fake-quantized weights."""
-        onnx = self.default_onnx
-        intermediate = self.intermediate_watch(onnx) if isinstance(onnx, TracedOnnx) else None
+        intermediate = self.tensor_watch()
         calibrated = start_calibration(
             self, intermediate=intermediate, ranks=ranks, called_once=self.layers_called_once
         )

@@ -16,7 +16,7 @@ from amct.export.binding import LayerBinding
 from amct.export.formats import ExportedModel, ExportRequest, export
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.kept_weights import KeptWeights, owner_of
-from amct.export.qdq.exporter import observed_tensors, qdq_model
+from amct.export.qdq.exporter import plan_tensors, qdq_model
 from amct.export.qdq.nodes import QdqNodes
 from amct.export.request import ExportOptions, Placement, Target
 from amct.model import Skip
@@ -129,7 +129,7 @@ def tensors_to_observe(
         if layers is None or layer.name in layers:
             bindings += _bindings(exported, layer)
     wide = [binding.layer for binding in bindings if binding.layer in other_bits]
-    wanted = observed_tensors(exported.model, bindings, other_bits=wide)
+    wanted = plan_tensors(exported.model, bindings, other_bits=wide).observed
     return tuple(name for name in wanted if name in exported.sources and exported.sources[name].blob == name)
 
 

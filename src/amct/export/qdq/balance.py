@@ -19,7 +19,7 @@ from amct.numerics.arq import channels_first, from_channels_first
 from amct.numerics.qparams import LayerQParams, QParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -38,18 +38,30 @@ def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.f
     return graph.add_node("Mul", f"{layer.name}.mul", [tensor, constant])
 
 
+def folded_balance(graph: OnnxGraph, layers: Sequence[Layer], balanced: Collection[str]) -> dict[str, str]:
+    """Each of the balanced layers whose input a layer computes that can take its factors, and that layer.
+
+    At most a Relu may be between them.
+    """
+    by_node = {id(layer.node): layer for layer in layers}
+    sources = {layer: _sole_source(graph, layer, by_node) for layer in layers if layer.name in balanced}
+    return {
+        layer.name: source.name
+        for layer, source in sources.items()
+        if source is not None and source.channels_out == layer.channels_in
+    }
+
+
 def fold_balance(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Layer]:
-    """Fold balance factors into the layer that computes the balanced tensor, where at most a Relu is between them."""
-    current = {id(layer.node): layer for layer in layers}
-    for layer in layers:
-        balance = current[id(layer.node)].qparams.balance
-        source = _sole_source(graph, layer, current)
-        if balance is None or source is None or source.channels_out != balance.numel():
-            continue
-        current[id(source.node)] = _divided(source, balance.numpy())
-        follower = current[id(layer.node)]
-        current[id(layer.node)] = replace(follower, given=replace(follower.qparams, balance=None))
-    return [current[id(layer.node)] for layer in layers]
+    """Fold balance factors into the layers that compute the balanced tensors."""
+    current = {layer.name: layer for layer in layers}
+    balanced = [layer.name for layer in layers if layer.qparams.balance is not None]
+    for name, source in folded_balance(graph, layers, balanced).items():
+        balance = current[name].qparams.balance
+        assert balance is not None
+        current[source] = _divided(current[source], balance.numpy())
+        current[name] = replace(current[name], given=replace(current[name].qparams, balance=None))
+    return list(current.values())
 
 
 def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapping[str, Observed]) -> list[Layer]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from onnx import TensorProto
 
 from amct.errors import ExportError
@@ -19,16 +18,15 @@ from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer import layer_report, share_weights
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.qdq.auto import fastest_placement
-from amct.export.qdq.balance import balance_inputs, fold_balance
+from amct.export.qdq.balance import balance_inputs, fold_balance, folded_balance
 from amct.export.qdq.float_tensors import imprecise_sums, tensors_kept_float
 from amct.export.qdq.means import means_to_pooling
 from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes
 from amct.export.qdq.pads import merge_pads
-from amct.export.qdq.placement import FastPlacement, FastPlanner, PlannedQParams, has_integer_kernel
+from amct.export.qdq.placement import FastPlacement, FastPlanner, LayerInput, Source, has_integer_kernel
 from amct.export.qdq.unfused_sums import keep_sums_apart
 from amct.export.request import Placement, Target, choice
 from amct.model import Skip
-from amct.numerics.qparams import LayerQParams, QParams
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from amct.export.formats import LayerReport
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import Layer
-    from amct.numerics.qparams import Observed
+    from amct.numerics.qparams import LayerQParams, Observed, QParams
 
 OLDEST_OPSET = 13
 
@@ -143,12 +141,18 @@ def _place_fast(
     graph = nodes.graph
     nodes.fast = True
     means_to_pooling(graph)
-    padded = merge_pads(graph, layers)
+    padded = merge_pads(graph, layers, _inputs(layers))
     kept_float = [layer for layer in layers if not has_integer_kernel(layer)]
     skipped = _left_float(kept_float)
     layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
-    planner = FastPlanner(graph, [*layers, *kept_float], tensors.get, tensors_kept_float(graph, tensors, float_tensors))
-    placed = planner.run()
+
+    def observed(tensor: str) -> Source | None:
+        found = tensors.get(tensor)
+        return None if found is None or found.bits != 8 or found.mean is not None else Source(qparams=found)
+
+    every = [*layers, *kept_float]
+    left_float = tensors_kept_float(graph, tensors, float_tensors)
+    placed = FastPlanner(graph, every, _inputs(every), observed, left_float).run()
     keep_sums_apart(graph)
     if nodes.target is not Target.EXACT8:  # EXACT8 has the record's own integers
         layers = balance_inputs(layers, placed, tensors)
@@ -157,74 +161,74 @@ def _place_fast(
     return layers, placed, skipped
 
 
+def _inputs(layers: Sequence[Layer]) -> dict[str, LayerInput]:
+    """How the layers read their inputs, after calibration."""
+    return {
+        layer.name: LayerInput(
+            source=Source(qparams=layer.qparams.input),
+            bits=layer.qparams.input.bits,
+            is_balanced=layer.qparams.balance is not None,
+        )
+        for layer in layers
+    }
+
+
 @dataclass(frozen=True)
-class FastTensors:
-    """What placement ``fast`` quantizes beside what layers read, by ONNX name.
+class TensorPlan:
+    """What placement ``fast`` quantizes beside what layers read, by ONNX name: made on the float graph.
 
     Attributes:
-        observed: Tensors whose factors are observed.
-        shared: Tensors with the factors of a layer's input that others read too, with that layer.
+        observed: Tensors that are observed during calibration.
+        shared: Tensors with the parameters of a layer's input that others read too, with that layer.
     """
 
     observed: tuple[str, ...]
     shared: Mapping[str, str]
 
 
-def observed_tensors(
+def plan_tensors(
     model: ModelProto,
     bindings: Sequence[LayerBinding],
     *,
     balanced: Collection[str] = (),
     other_bits: Collection[str] = (),
-) -> tuple[str, ...]:
-    """The tensors between layers whose factors placement ``fast`` would use; arguments as for ``fast_tensors``."""
-    return fast_tensors(model, bindings, balanced=balanced, other_bits=other_bits).observed
-
-
-def fast_tensors(
-    model: ModelProto,
-    bindings: Sequence[LayerBinding],
-    *,
-    balanced: Collection[str] = (),
-    other_bits: Collection[str] = (),
-) -> FastTensors:
-    """The tensors that placement ``fast`` would quantize beside what layers read.
+) -> TensorPlan:
+    """Plan which tensors placement ``fast`` will quantize beside what layers read.
 
     Args:
         model: the float model that will be exported.
         bindings: the node of each layer.
-        balanced: layers with DMQ factors, for which the record only has the factors of the balanced input.
+        balanced: layers with DMQ factors, for which the record only has the parameters of the balanced input.
         other_bits: layers whose activations are not 8-bit.
 
     Raises:
         ExportError: a node does not match its binding.
     """
-    graph, found, _ = find_layers(model, bindings)
-    layers = []
-    for layer in found:
-        some = QParams.of(1.0, -128, 16 if layer.layer in other_bits else 8)
-        balance = torch.ones(layer.channels_in) if layer.layer in balanced else None
-        layers.append(replace(layer, given=LayerQParams(inputs={0: some}, balance=balance)))
-    means_to_pooling(graph)
-    merge_pads(graph, layers)
-    kept_float = [layer for layer in layers if not has_integer_kernel(layer)]
-    layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
-    placed = FastPlanner(
-        graph,
-        [*layers, *kept_float],
-        lambda tensor: replace(PlannedQParams.of(1.0, -128), tensor=tensor),
-        imprecise_sums(graph),
-    ).run()
-    used = (*placed.float_tensors.values(), *placed.integer_tensors.values())
-    shared = {
-        tensor: each.layer
-        for tensor, each in placed.integer_tensors.items()
-        if isinstance(each, PlannedQParams) and each.layer is not None and graph.only_consumer(tensor) is None
+    graph, layers, _ = find_layers(model, bindings)
+    with_balance = {layer.name for layer in layers if layer.layer in balanced}
+    inputs = {
+        layer.name: LayerInput(
+            source=Source(layer=layer.layer),
+            bits=16 if layer.layer in other_bits else 8,
+            is_balanced=layer.name in with_balance,
+        )
+        for layer in layers
     }
-    requested = dict.fromkeys(
-        each.tensor for each in used if isinstance(each, PlannedQParams) and each.tensor is not None
-    )
-    return FastTensors(tuple(requested), shared)
+    means_to_pooling(graph)
+    merge_pads(graph, layers, inputs)
+    quantized = [layer for layer in layers if has_integer_kernel(layer)]
+    for name in folded_balance(graph, quantized, with_balance):
+        inputs[name] = replace(inputs[name], is_balanced=False)
+    layers = [*quantized, *(layer for layer in layers if not has_integer_kernel(layer))]
+    planner = FastPlanner(graph, layers, inputs, lambda tensor: Source(tensor=tensor), imprecise_sums(graph))
+    placed = planner.run()
+    sources = (*placed.float_tensors.values(), *placed.integer_tensors.values())
+    shared = {
+        tensor: source.layer
+        for tensor, source in placed.integer_tensors.items()
+        if source.layer is not None and graph.only_consumer(tensor) is None
+    }
+    return TensorPlan(tuple(dict.fromkeys(each.tensor for each in sources if each.tensor is not None)), shared)
 
 
 def _left_float(layers: Sequence[Layer]) -> list[Skip]:
@@ -272,8 +276,8 @@ def _with_shared_quantizers(
         result = layer.node.output[0]
         user = nodes.graph.only_consumer(result)
         tensors = [layer.reader.input[0], result, *(user.output if user is not None else ())]
-        shared = placed.qparams(tensors[0]) if layer.name in placed.covered_layers else None
-        needed[layer.name] = (tensors, (shared or layer.qparams.input).step)
+        shared = placed.source(tensors[0]) if layer.name in placed.covered_layers else None
+        needed[layer.name] = (tensors, (layer.qparams.input if shared is None else shared.known).step)
     inserted = _apply(nodes, placed)
     return [
         (layer, [name for tensor in needed[layer.name][0] for name in inserted.pop(tensor, ())], needed[layer.name][1])
@@ -295,13 +299,13 @@ def _apply(nodes: QdqNodes, placed: FastPlacement) -> dict[str, list[str]]:
     for tensor in order:
         before = len(graph.nodes)
         if tensor in placed.float_tensors:
-            integers[tensor], result = nodes.activation(tensor, placed.float_tensors[tensor])
+            integers[tensor], result = nodes.activation(tensor, placed.float_tensors[tensor].known)
             _redirect(graph, placed.readers[tensor], tensor, result)
         elif tensor in placed.pads:
             source = integers[sources[tensor]]
-            integers[tensor] = nodes.padded(placed.pads[tensor], source, placed.integer_tensors[tensor])
+            integers[tensor] = nodes.padded(placed.pads[tensor], source, placed.integer_tensors[tensor].known)
         else:
-            integers[tensor] = nodes.behind(tensor, placed.integer_tensors[tensor])
+            integers[tensor] = nodes.behind(tensor, placed.integer_tensors[tensor].known)
         inserted[tensor] = [node.name for node in graph.nodes[before:]]
     for node, index in placed.constants:
         nodes.constant(node, index)

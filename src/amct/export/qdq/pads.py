@@ -12,15 +12,16 @@ from amct.export.onnx.layer_lookup import is_zero_pad
 from amct.export.onnx.messages import attribute_value
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from onnx import NodeProto
 
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import Layer
+    from amct.export.qdq.placement import LayerInput
 
 
-def merge_pads(graph: OnnxGraph, layers: Sequence[Layer]) -> dict[str, str]:
+def merge_pads(graph: OnnxGraph, layers: Sequence[Layer], inputs: Mapping[str, LayerInput]) -> dict[str, str]:
     """Merge each zero Pad into the convolution that alone reads it, in place.
 
     Returns by name of the convolution the tensor that it read, under which its input was observed. A Pad stays if its
@@ -29,7 +30,8 @@ def merge_pads(graph: OnnxGraph, layers: Sequence[Layer]) -> dict[str, str]:
     merged = {}
     for pad in [node for node in graph.nodes if node.op_type == "Pad"]:
         reader = graph.only_consumer(pad.output[0])
-        if reader is None or not _is_convolution_of(reader, pad) or not _agree(layers, pad):
+        readers = [inputs[layer.name] for layer in layers if layer.reader.input[0] in (pad.input[0], pad.output[0])]
+        if reader is None or not _is_convolution_of(reader, pad) or not _agree(readers):
             continue
         amounts = _amounts(graph, pad, reader)
         if amounts is None:
@@ -47,12 +49,12 @@ def _is_convolution_of(reader: NodeProto, pad: NodeProto) -> bool:
     return reader.op_type == "Conv" and own and list(reader.input).index(pad.output[0]) == 0
 
 
-def _agree(layers: Sequence[Layer], pad: NodeProto) -> bool:
-    """Whether all layers that read the input or the output of a Pad have the same factors."""
-    tensors = (pad.input[0], pad.output[0])
-    found = [layer.qparams for layer in layers if layer.reader.input[0] in tensors]
-    plain = len(found) < 2 or all(qparams.balance is None for qparams in found)
-    return plain and len({qparams.input for qparams in found}) <= 1
+def _agree(readers: Sequence[LayerInput]) -> bool:
+    """Whether all layers that read the input or the output of a Pad have the same parameters."""
+    if len(readers) < 2:
+        return True
+    bits, source = readers[0].bits, readers[0].source
+    return all(not each.is_balanced and each.bits == bits and each.source.is_like(source) for each in readers)
 
 
 def _amounts(graph: OnnxGraph, pad: NodeProto, convolution: NodeProto) -> list[int] | None:

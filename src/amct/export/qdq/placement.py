@@ -15,7 +15,7 @@ product of matrices; otherwise integers would only add a rounding. The rest stay
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,7 +34,7 @@ from amct.export.qdq.value_limits import (
 from amct.model import Skip
 from amct.model.kinds import LayerKind
 from amct.model.operators import ACTIVATIONS, AVERAGING, INTEGER_ELEMENTWISE, VALUE_KEEPING, VALUE_PICKING, ZERO_TO_ONE
-from amct.numerics.qparams import Observed, QParams
+from amct.numerics.qparams import QParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -51,20 +51,68 @@ def has_integer_kernel(layer: Layer) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PlannedQParams(QParams):
-    """Parameters with their origin: the layer whose input has them, or the tensor that they were requested for."""
+class Source:
+    """Where the parameters of a tensor come from.
+
+    Attributes:
+        layer: The layer whose input has them, by its record.
+        tensor: The tensor for which they are observed.
+        factor: By which those of the layer are multiplied.
+        qparams: The parameters; None before calibration.
+    """
 
     layer: str | None = None
     tensor: str | None = None
+    factor: float = 1.0
+    qparams: QParams | None = None
+
+    @property
+    def known(self) -> QParams:
+        """The parameters, after calibration."""
+        assert self.qparams is not None
+        return self.qparams
+
+    def divided(self, factor: float) -> Source:
+        """The parameters of values so many times smaller."""
+        known = self.qparams
+        if known is not None:
+            known = known.moved(known.step / factor, known.zero_point)
+        return replace(self, factor=self.factor / factor, qparams=known)
+
+    def is_like(self, other: Source | None) -> bool:
+        """Whether both are the same parameters; before calibration all layers are expected to agree."""
+        if other is None or self.qparams is not None or other.qparams is not None:
+            return other is not None and self.qparams == other.qparams
+        return (self.tensor, self.factor) == (other.tensor, other.factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInput:
+    """How a layer reads its input quantized.
+
+    Attributes:
+        source: Where the parameters come from.
+        bits: Of the integers.
+        is_balanced: Whether the input is divided by balance factors first.
+    """
+
+    source: Source
+    bits: int
+    is_balanced: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the parameters are those of the tensor itself, of 8 bits."""
+        return self.bits == 8 and not self.is_balanced
 
 
 @dataclass(frozen=True)
 class FastPlacement:
     """The tensors that placement ``fast`` quantizes."""
 
-    integer_tensors: dict[str, QParams] = field(default_factory=dict)
+    integer_tensors: dict[str, Source] = field(default_factory=dict)
     """Tensors that exist only as integers: every reader reads them dequantized."""
-    float_tensors: dict[str, QParams] = field(default_factory=dict)
+    float_tensors: dict[str, Source] = field(default_factory=dict)
     """Tensors computed in float; those in ``readers`` read them quantized."""
     readers: dict[str, list[NodeProto]] = field(default_factory=dict)
     constants: list[tuple[NodeProto, int]] = field(default_factory=list)
@@ -75,8 +123,8 @@ class FastPlacement:
     """Layers whose input this placement quantizes; the others get their own quantizer."""
     skipped: list[Skip] = field(default_factory=list)
 
-    def qparams(self, tensor: str) -> QParams | None:
-        """The parameters of a quantized tensor; None if it is not quantized."""
+    def source(self, tensor: str) -> Source | None:
+        """Where the parameters of a quantized tensor come from; None if it is not quantized."""
         return self.integer_tensors.get(tensor) or self.float_tensors.get(tensor)
 
     def uncover(self, tensor: str, layer: Layer) -> None:
@@ -90,34 +138,39 @@ class FastPlacement:
 class FastPlanner:
     """Decides placement ``fast`` for one graph, node by node in graph order.
 
-    ``float_tensors`` are read quantized by layers only; its values are the reasons.
+    Args:
+        graph: The graph.
+        inputs: How each layer reads its input.
+        layers: The layers.
+        observed: Returns the source of a tensor that is observed.
+        float_tensors: Tensors that are read quantized by layers only, with the reasons.
     """
 
     def __init__(
         self,
         graph: OnnxGraph,
         layers: Sequence[Layer],
-        observed: Callable[[str], QParams | None],
+        inputs: Mapping[str, LayerInput],
+        observed: Callable[[str], Source | None],
         float_tensors: Mapping[str, str],
     ) -> None:
         self.graph = graph
         self._observed = observed
+        self._inputs = inputs
         self._layer_of = {id(layer.node): layer for layer in layers if has_integer_kernel(layer)}
         self._bias_nodes = {id(layer.bias_node) for layer in layers if layer.bias_node is not None}
-        self._required: dict[str, QParams] = {}
+        self._required: dict[str, Source] = {}
         self._excluded: set[str] = set()
         self._float = float_tensors
-        self._known: dict[str, QParams | None] = {}
+        self._sources: dict[str, Source | None] = {}
         self._before_integers = self._tensors_before_integers()
         self.plan = FastPlacement()
         for layer in layers:
-            tensor = layer.reader.input[0]
-            given = layer.qparams.input
-            if given.bits != 8:
+            tensor, own = layer.reader.input[0], inputs[layer.name]
+            if own.bits != 8:
                 self._exclude(tensor)
-            elif layer.qparams.balance is None:
-                named = PlannedQParams(scale=given.scale, offset=given.offset, bits=given.bits, layer=layer.layer)
-                self._required.setdefault(tensor, named)
+            elif own.is_plain:
+                self._required.setdefault(tensor, own.source)
 
     def _exclude(self, tensor: str) -> None:
         """Exclude a tensor that a layer without 8-bit activations reads, and the tensors its values come from."""
@@ -147,11 +200,11 @@ class FastPlanner:
 
     def _place_layer(self, layer: Layer) -> None:
         tensor = layer.reader.input[0]
-        can_be_covered = layer.qparams.input.bits == 8 and layer.qparams.balance is None
-        if can_be_covered and self._required[tensor] == layer.qparams.input and tensor not in self._excluded:
+        own = self._inputs[layer.name]
+        if own.is_plain and self._required[tensor].is_like(own.source) and tensor not in self._excluded:
             self._quantize_for(tensor, layer.reader)
             self.plan.covered_layers.add(layer.name)
-        if layer.qparams.input.bits != 8:
+        if own.bits != 8:
             return
         if layer.kind is LayerKind.CONV:
             self._require_output(layer.node, f'onnxruntime computes convolution "{layer.name}" in float')
@@ -166,7 +219,7 @@ class FastPlanner:
         if not any(self._is_integer(name) for name in data) or node.output[0] not in self._before_integers:
             return
         needed = [*data, self._behind_activation(node)]
-        missing = [name for name in needed if name in self._float or self._qparams(name) is None]
+        missing = [name for name in needed if name in self._float or self._source(name) is None]
         if missing:
             for name in missing:
                 self._skip(name, f"{node.op_type} stays float")
@@ -182,7 +235,7 @@ class FastPlanner:
         """Place a product of two computed matrices, as in attention; its output may stay float."""
         if any(self.graph.is_constant(name) for name in node.input):
             return
-        if all(name not in self._float and self._qparams(name) is not None for name in node.input):
+        if all(name not in self._float and self._source(name) is not None for name in node.input):
             for name in node.input:
                 self._quantize_for(name, node)
 
@@ -190,7 +243,8 @@ class FastPlanner:
         """Keep moved values integer if a layer or a product behind them reads integers."""
         if not self._is_integer(node.input[0]) or not self._picks(node):
             return
-        if self._qparams(node.output[0]) != self._qparams(node.input[0]):
+        source = self._source(node.input[0])
+        if source is None or not source.is_like(self._source(node.output[0])):
             return
         moved = _moved(node)
         if not self._before_integers.isdisjoint(moved) and not any(name in self._float for name in moved):
@@ -202,26 +256,26 @@ class FastPlanner:
         """Quantize a tensor for one reader."""
         if tensor in self.plan.integer_tensors:
             return
-        qparams = self._qparams(tensor)
-        assert qparams is not None  # checked by the caller
-        self.plan.float_tensors[tensor] = qparams
+        source = self._source(tensor)
+        assert source is not None  # checked by the caller
+        self.plan.float_tensors[tensor] = source
         readers = self.plan.readers.setdefault(tensor, [])
         if not any(other is reader for other in readers):
             readers.append(reader)
 
     def _quantize_moved(self, node: NodeProto) -> None:
-        qparams = self._qparams(node.input[0])
-        assert qparams is not None
+        source = self._source(node.input[0])
+        assert source is not None
         for name in _moved(node):
-            self._keep_integer(name, qparams)
+            self._keep_integer(name, source)
 
     def _require_output(self, node: NodeProto, consequence: str) -> None:
         output = self._behind_activation(node)
-        qparams = self._qparams(output)
-        if qparams is None or output in self._float:
+        source = self._source(output)
+        if source is None or output in self._float:
             self._skip(output, consequence)
         else:
-            self._keep_integer(output, qparams)
+            self._keep_integer(output, source)
 
     def _skip(self, tensor: str, consequence: str) -> None:
         if any(skip.layer == tensor for skip in self.plan.skipped):
@@ -231,9 +285,9 @@ class FastPlanner:
             reason = "it feeds a layer of another bit width"
         self.plan.skipped.append(Skip(tensor, f"{reason}; {consequence}"))
 
-    def _keep_integer(self, tensor: str, qparams: QParams) -> None:
-        self._known[tensor] = qparams
-        self.plan.integer_tensors[tensor] = qparams
+    def _keep_integer(self, tensor: str, source: Source) -> None:
+        self._sources[tensor] = source
+        self.plan.integer_tensors[tensor] = source
         self.plan.float_tensors.pop(tensor, None)
         self.plan.readers.pop(tensor, None)
 
@@ -246,49 +300,54 @@ class FastPlanner:
         user = self.graph.only_consumer(output)
         if user is None or user.op_type not in ACTIVATIONS:
             return output
-        qparams = self._qparams(user.output[0])
+        source = self._source(user.output[0])
         if user.output[0] in self._float:
             return user.output[0]
-        if qparams is None and self._qparams(output) is not None:
+        if source is None and self._source(output) is not None:
             return output
-        if qparams is None or self._absorbs(user, qparams):
+        if source is None or self._absorbs(user, source.qparams):
             return user.output[0]
         return output
 
-    def _absorbs(self, activation: NodeProto, qparams: QParams) -> bool:
-        """Whether the limits of a quantizer have the same effect as an activation."""
+    def _absorbs(self, activation: NodeProto, qparams: QParams | None) -> bool:
+        """Whether the limits of a quantizer have the same effect as an activation; before calibration: may have."""
         low, high = activation_limits(self.graph, activation)
+        if qparams is None:  # parameters are fitted to a lower limit of zero; those of two limits seldom suit both
+            return low == 0 or (low < 0 and high == np.inf)
         slack = float(np.finfo(np.float32).eps)
         bottom = (LOWEST - qparams.zero_point) * qparams.step
         top = (HIGHEST - qparams.zero_point) * qparams.step
         return bottom >= low - slack and top <= high + slack * max(1.0, abs(high))
 
-    # -- parameters ---------------------------------------------------------------------------------------------------
+    # -- sources of parameters -----------------------------------------------------------------------------------------
 
-    def _qparams(self, tensor: str) -> QParams | None:
+    def _source(self, tensor: str) -> Source | None:
         if tensor in self._excluded or not tensor:
             return None
-        if tensor not in self._known:
-            self._known[tensor] = None  # ends cycles: a tensor that depends on itself has none
-            self._known[tensor] = self._fitted(tensor, self._found(tensor))
-        return self._known[tensor]
+        if tensor not in self._sources:
+            self._sources[tensor] = None  # ends cycles: a tensor that depends on itself has none
+            found = self._found(tensor)
+            if found is not None and found.qparams is not None:
+                found = replace(found, qparams=self._fitted(tensor, found.qparams))
+            self._sources[tensor] = found
+        return self._sources[tensor]
 
-    def _found(self, tensor: str) -> QParams | None:
+    def _found(self, tensor: str) -> Source | None:
         found = self._of_readers(tensor)
         if found is not None:
             return found
         producer = self.graph.producer(tensor)
-        inherited = self._qparams(producer.input[0]) if producer is not None and self._picks(producer) else None
+        inherited = self._source(producer.input[0]) if producer is not None and self._picks(producer) else None
         if inherited is not None:
             return inherited
         found = self._observed(tensor)
-        if found is not None and found.bits == 8 and not (isinstance(found, Observed) and found.mean is not None):
+        if found is not None:
             return found
         if producer is not None and producer.op_type in ZERO_TO_ONE:
-            return QParams.of(PROBABILITY_STEP, LOWEST)
-        return self._qparams(producer.input[0]) if producer is not None and producer.op_type in AVERAGING else None
+            return Source(qparams=QParams.of(PROBABILITY_STEP, LOWEST))
+        return self._source(producer.input[0]) if producer is not None and producer.op_type in AVERAGING else None
 
-    def _of_readers(self, tensor: str) -> QParams | None:
+    def _of_readers(self, tensor: str) -> Source | None:
         """The parameters of the layers that read a tensor, also through operators that move or scale values."""
         if tensor in self._required:
             return self._required[tensor]
@@ -296,7 +355,7 @@ class FastPlanner:
             factor = 1.0 if user.op_type in VALUE_KEEPING and self._picks(user) else constant_factor(self.graph, user)
             found = self._of_readers(user.output[0]) if factor is not None and user.input[0] == tensor else None
             if found is not None:
-                return found.moved(found.step / (factor or 1.0), found.zero_point)
+                return found.divided(factor or 1.0)
         return None
 
     def _picks(self, node: NodeProto) -> bool:
@@ -306,7 +365,7 @@ class FastPlanner:
             return attribute_value(node, "mode", "nearest") in ("nearest", "linear")
         return node.op_type in VALUE_PICKING
 
-    def _fitted(self, tensor: str, qparams: QParams | None) -> QParams | None:
+    def _fitted(self, tensor: str, qparams: QParams) -> QParams:
         """Adjust parameters to the limits of the activation that computes the tensor, so that it is absorbed.
 
         Without such an activation: to the values that the readers tell apart.
@@ -314,8 +373,6 @@ class FastPlanner:
         producer = self.graph.producer(tensor)
         while producer is not None and (self._picks(producer) or producer.op_type in AVERAGING):
             producer = self.graph.producer(producer.input[0])
-        if qparams is None:
-            return None
         if producer is None or producer.op_type not in ACTIVATIONS:
             floor = without_effect_below(self.graph, tensor)
             return qparams if floor is None else raised_to(qparams, floor)
@@ -342,7 +399,7 @@ class FastPlanner:
         for node in self.graph.nodes:
             if node.op_type != "Pad" or node.output[0] not in plan.integer_tensors:
                 continue
-            if plan.qparams(node.input[0]) == plan.integer_tensors[node.output[0]]:
+            if plan.integer_tensors[node.output[0]].is_like(plan.source(node.input[0])):
                 plan.pads[node.output[0]] = node
 
 

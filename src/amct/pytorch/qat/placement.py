@@ -57,12 +57,6 @@ class _Place:
     function: str = ""
 
 
-def watched(preparation: TorchPreparation) -> TensorWatch | None:
-    """The tensors between layers that the fast file quantizes; None if that placement is impossible."""
-    onnx = preparation.default_onnx
-    return preparation.intermediate_watch(onnx) if isinstance(onnx, TracedOnnx) else None
-
-
 def _places(preparation: TorchPreparation, watch: TensorWatch) -> Iterator[_Place]:
     layers = functional_layers(preparation.traced.model)
     functional = frozenset(layers.sources) if layers is not None else frozenset()
@@ -97,7 +91,7 @@ def train_placement(
     Returns:
         The clips by the place of the tensor.
     """
-    watch = watched(preparation)
+    watch = preparation.tensor_watch()
     found = observe_tensors(preparation, batches, watch) if watch is not None else None
     if watch is None or not found:
         logger.info("the tensors between layers are not trained: placement fast is impossible for this model")
@@ -123,12 +117,12 @@ def _share(model: nn.Module, preparation: TorchPreparation) -> None:
     """Let all readers of a layer's input read it quantized, where the file has it as integers."""
     onnx = preparation.default_onnx
     assert isinstance(onnx, TracedOnnx)
-    placed = preparation.placed_tensors(onnx)
-    assert placed is not None
+    plan = preparation.tensor_plan
+    assert plan is not None
     layers = quantized_layers(model)
-    watch = find_tensors(preparation.traced, preparation.fused.fusions, tuple(placed.shared), onnx.tensors)
+    watch = find_tensors(preparation.traced, preparation.fused.fusions, tuple(plan.shared), onnx.tensors)
     for place in _places(preparation, watch):
-        quantizer = layers[placed.shared[place.tensor]].activation
+        quantizer = layers[plan.shared[place.tensor]].activation
         share_quantizer(model.get_submodule(place.module), place.quantizer, quantizer, place.function)
 
 
@@ -163,7 +157,7 @@ def tensors_between_layers(
 
     Where some are trained, the file is made of the record's own factors alone: nothing is balanced or corrected.
     """
-    watch = watched(preparation)
+    watch = preparation.tensor_watch()
     found = observe_tensors(preparation, batches, watch) if watch is not None else None
     if watch is None or found is None:
         return None
