@@ -88,14 +88,21 @@ def fold_after(
         ArgumentError: channels do not match, or the kind is recurrent.
     """
     _check_kind(kind)
-    rows = channels_first(weight.detach(), kind, groups)
-    outputs = rows.shape[0]
+    outputs = channels_first(weight, kind, groups).shape[0]
     if affine.multiplier.numel() != outputs:
         raise ArgumentError(f"cannot fold {affine.multiplier.numel()} channels into a layer with {outputs} outputs")
-    multiplier = affine.multiplier[:, None]
-    scaled = map_rows(lambda some, part: some.double() * multiplier[part], rows, weight.dtype)
-    folded = from_channels_first(scaled, weight.shape, kind, groups)
-    return _to_finite(folded, _bias_or_zeros(bias, outputs, rows) * affine.multiplier + affine.addend, weight.dtype)
+    return _to_finite(*scaled_outputs(weight, bias, kind, groups, affine), weight.dtype)
+
+
+def scaled_outputs(
+    weight: Tensor, bias: Tensor | None, kind: WeightKind, groups: int, affine: ChannelAffine
+) -> tuple[Tensor, Tensor]:
+    """``fold_after`` without its checks; the affine function has one channel per output, or one for all."""
+    rows = channels_first(weight.detach(), kind, groups)
+    multiplier = affine.multiplier.expand(rows.shape[0])
+    scaled = map_rows(lambda some, part: some.double() * multiplier[part, None], rows, weight.dtype)
+    shifted = _bias_or_zeros(bias, rows.shape[0], rows) * multiplier + affine.addend
+    return from_channels_first(scaled, weight.shape, kind, groups), shifted.to(weight.dtype)
 
 
 def fold_before(

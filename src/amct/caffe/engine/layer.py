@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.layers.quantization import InputFactors
     from amct.caffe.engine.messages import ProtoMessage
+    from amct.numerics.fold import ChannelAffine
     from amct.numerics.weight_kind import WeightKind
 
     #: Computes the tops from the bottoms.
@@ -168,8 +169,8 @@ class Layer:
     def take_input_factors(self, index: int, factors: InputFactors) -> None:
         """Receive the factors of a bottom that a Quant layer fake-quantizes for this layer."""
 
-    def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """(scale, shift) per channel if that is all the layer does at inference, else None."""
+    def channel_affine(self) -> ChannelAffine | None:
+        """What the layer does to each channel at inference, if it is only a factor and an addend, else None."""
         return None
 
     def activation(self) -> Activation | None:

@@ -18,17 +18,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, TypeAlias
-
-import torch
 
 from amct.caffe.engine.blob import BYTES_PER_VALUE
 from amct.caffe.engine.layer import Folded
 from amct.memory import LiveTensors, gibibytes, machine_bytes, number_from_environment
-from amct.numerics.arq import channels_first, from_channels_first
+from amct.numerics.fold import ChannelAffine, scaled_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+
+    import torch
 
     from amct.caffe.engine.blob import Blob, Buffer
     from amct.caffe.engine.graph import Graph, Node
@@ -324,19 +325,9 @@ class FusedChain:
         head = self.nodes[0].layer
         kind, groups = head.fold_kind, head.fold_groups()
         assert kind is not None, "find_chains only takes such layers as heads"
-        weight, *bias = (blob.tensor.detach() for blob in head.blobs)
-        rows = channels_first(weight, kind, groups).double()
-        scale, shift = torch.ones_like(rows[:, 0]), torch.zeros_like(rows[:, 0])
-        for node in self.affine:
-            affine = node.layer.channel_affine()
-            assert affine is not None, "find_chains only takes layers that are affine"
-            factor, offset = affine
-            if factor is not None:
-                scale, shift = scale * factor, shift * factor
-            if offset is not None:
-                shift = shift + offset
-        folded = from_channels_first(rows * scale[:, None], weight.shape, kind, groups)
-        return [folded.float(), (shift + scale * bias[0].double() if bias else shift).float()]
+        weight, *bias = (blob.tensor for blob in head.blobs)
+        parts = [affine for node in self.affine if (affine := node.layer.channel_affine()) is not None]
+        return [*scaled_outputs(weight, bias[0] if bias else None, kind, groups, reduce(ChannelAffine.then, parts))]
 
 
 def find_chains(nodes: list[Node], kept: Collection[int] | None) -> dict[int, FusedChain]:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from amct.caffe.engine.blob import current_device
 from amct.caffe.engine.layer import Layer, canonical_axis, register
 from amct.caffe.engine.layers.tensor_math import TensorOperator
+from amct.numerics.fold import ChannelAffine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -174,9 +176,10 @@ class Dropout(Elementwise):
             return bottom * (1 - self.ratio)
         return bottom if self.may_overwrite else bottom.clone()
 
-    def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+    def channel_affine(self) -> ChannelAffine | None:
         """The identity at inference, if ``scale_train`` is set."""
-        return None if self.drops or not self.scale_train else (None, None)
+        is_identity = self.scale_train and not self.drops
+        return ChannelAffine.scale(torch.ones(1, device=current_device())) if is_identity else None
 
 
 @register("PReLU")
@@ -365,11 +368,12 @@ class Power(Elementwise):
             return base.clone() if base is bottom else base
         return base * base if self.power == 2 else base.pow(self.power)
 
-    def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+    def channel_affine(self) -> ChannelAffine | None:
         """(scale, shift) if power is 1."""
         if self.power != 1:
             return None
-        return torch.tensor([self.scale], dtype=torch.float64), torch.tensor([self.shift], dtype=torch.float64)
+        scale, shift = (torch.tensor([value], dtype=torch.float64) for value in (self.scale, self.shift))
+        return ChannelAffine(scale, shift)
 
 
 def _power(base: float, power: float) -> float:

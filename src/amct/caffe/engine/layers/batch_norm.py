@@ -71,13 +71,13 @@ class BatchNorm(Layer):
         factor = 0.0 if total == 0 else 1.0 / total
         return mean * factor, variance * factor
 
-    def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+    def channel_affine(self) -> ChannelAffine | None:
         """Return scale = 1 / sqrt(variance + eps) and shift = -mean * scale, if the moving averages are used."""
         if not self.use_global:
             return None
         mean, variance = self.statistics()
         factor = 1.0 / torch.sqrt(variance.double() + self.eps)
-        return factor, -mean.double() * factor
+        return ChannelAffine(factor, -mean.double() * factor)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Normalize; with batch statistics also update the moving averages."""
@@ -86,8 +86,8 @@ class BatchNorm(Layer):
         if self.use_global:
             affine = self.channel_affine()
             assert affine is not None, "use_global is set"
-            factor = affine[0].to(bottom).reshape(shape)  # type: ignore[union-attr]
-            return [torch.addcmul(affine[1].to(bottom).reshape(shape), bottom, factor)]  # type: ignore[union-attr]
+            factor, addend = (part.to(bottom).reshape(shape) for part in (affine.multiplier, affine.addend))
+            return [torch.addcmul(addend, bottom, factor)]
         axes = [0, *range(2, bottom.dim())] if bottom.dim() > 1 else [0]
         mean = bottom.mean(axes, keepdim=True)
         centred = bottom - mean
@@ -256,12 +256,11 @@ class BN(Layer):
             raise self.error(f"the blobs are for {self.channels} channels, the bottom has shape {bottoms[0]}")
         return [bottoms[0], *[(1, self.channels, 1, 1)] * (len(self.top_blobs) - 1)]
 
-    def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+    def channel_affine(self) -> ChannelAffine | None:
         """Scale and shift, if the statistics are fixed."""
         if self.batch_statistics:
             return None
-        affine = bn_affine(self.parameter, [blob.tensor for blob in self.blobs])
-        return affine.multiplier, affine.addend
+        return bn_affine(self.parameter, [blob.tensor for blob in self.blobs])
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Normalize, scale and shift."""
@@ -351,12 +350,9 @@ class Scale(_Broadcast):
             return [bottoms[0] * scale]
         return [torch.addcmul(parameters[-1].reshape(self.broadcast), bottoms[0], scale)]
 
-    def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """(scale, bias), if both have one value per channel."""
-        if not self.is_per_channel:
-            return None
-        shift = self.blobs[1].tensor.detach().double() if self.options.bias_term else None
-        return self.blobs[0].tensor.detach().double(), shift
+    def channel_affine(self) -> ChannelAffine | None:
+        """Scale and bias, if both have one value per channel."""
+        return ChannelAffine.scale(*(blob.tensor for blob in self.blobs)) if self.is_per_channel else None
 
 
 @register("Bias")
@@ -374,8 +370,6 @@ class Bias(_Broadcast):
         """Return x + bias."""
         return [bottoms[0] + (bottoms[1] if len(bottoms) > 1 else parameters[0]).reshape(self.broadcast)]
 
-    def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """(None, bias), if it has one value per channel."""
-        if not self.is_per_channel:
-            return None
-        return None, self.blobs[0].tensor.detach().double()
+    def channel_affine(self) -> ChannelAffine | None:
+        """The bias, if it has one value per channel."""
+        return ChannelAffine.bias(self.blobs[0].tensor) if self.is_per_channel else None

@@ -43,7 +43,7 @@ def bn(place: Place[BN]) -> None:
     shape = (layer.channels, *(1,) * (axes - 2))
     affine = layer.channel_affine()
     if affine is not None:
-        values = [each.float().reshape(shape).numpy() for each in affine if each is not None]
+        values = [each.float().reshape(shape).numpy() for each in (affine.multiplier, affine.addend)]
         scaled = place.step("scaled", "Mul", place.bottom, place.value("scale", values[0]))
         place.top("Add", scaled, place.value("shift", values[1]))
         return
