@@ -54,80 +54,87 @@ class QuantizedLayer(nn.Module):
         """The weight on its grid."""
         return cast("Tensor", self.weight_quantizer(cast("Any", self).weight))
 
+    def quantized(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The operands of the layer: input and weight on their grids."""
+        return self.quantized_input(x), self.quantized_weight()
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:  # noqa: ANN401  torch's protocol
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         if f"{prefix}weight" in state_dict and not any(f".{name}." in key for key in state_dict for name in _CHILDREN):
             self.weight_quantizer.restart(cast("Any", self).weight)
 
 
-class _QuantizedConv(QuantizedLayer):
+class ConvForward:
+    """The forward of a convolution whose class quantizes its operands."""
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         """Convolve the quantized input with the quantized weight."""
-        return cast("Any", self)._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)  # type: ignore[no-any-return]
+        layer = cast("Any", self)
+        x, weight = layer.quantized(input)
+        return cast("Tensor", layer._conv_forward(x, weight, layer.bias))
 
 
-class _QuantizedConvTranspose(QuantizedLayer):
+class ConvTransposeForward:
+    """The forward of a transposed convolution whose class quantizes its operands."""
+
     dimensions: ClassVar[int]
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002  torch's name
         """Convolve the quantized input with the quantized weight."""
         layer = cast("Any", self)
-        padding = layer._output_padding(
-            input, output_size, layer.stride, layer.padding, layer.kernel_size, self.dimensions, layer.dilation
-        )
+        x, weight = layer.quantized(input)
+        settings = (layer.stride, layer.padding, layer.kernel_size, self.dimensions, layer.dilation)
+        padding = layer._output_padding(input, output_size, *settings)
         convolve = functional.conv_transpose1d if self.dimensions == 1 else functional.conv_transpose2d
-        return convolve(
-            self.quantized_input(input),
-            self.quantized_weight(),
-            layer.bias,
-            layer.stride,
-            layer.padding,
-            padding,
-            layer.groups,
-            layer.dilation,
-        )
+        return convolve(x, weight, layer.bias, layer.stride, layer.padding, padding, layer.groups, layer.dilation)
 
 
-class QuantizedConv1d(_QuantizedConv, nn.Conv1d):
-    """Conv1d."""
+class LinearForward:
+    """The forward of a linear layer whose class quantizes its operands."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
+        """Multiply the quantized input by the quantized weight."""
+        layer = cast("Any", self)
+        x, weight = layer.quantized(input)
+        return functional.linear(x, weight, layer.bias)
+
+
+class QuantizedConv1d(ConvForward, QuantizedLayer, nn.Conv1d):
+    """An ``nn.Conv1d`` with trained quantizers."""
 
     float_class = nn.Conv1d
 
 
-class QuantizedConv2d(_QuantizedConv, nn.Conv2d):
-    """Conv2d."""
+class QuantizedConv2d(ConvForward, QuantizedLayer, nn.Conv2d):
+    """An ``nn.Conv2d`` with trained quantizers."""
 
     float_class = nn.Conv2d
 
 
-class QuantizedConv3d(_QuantizedConv, nn.Conv3d):
-    """Conv3d."""
+class QuantizedConv3d(ConvForward, QuantizedLayer, nn.Conv3d):
+    """An ``nn.Conv3d`` with trained quantizers."""
 
     float_class = nn.Conv3d
 
 
-class QuantizedConvTranspose1d(_QuantizedConvTranspose, nn.ConvTranspose1d):
-    """ConvTranspose1d."""
+class QuantizedConvTranspose1d(ConvTransposeForward, QuantizedLayer, nn.ConvTranspose1d):
+    """An ``nn.ConvTranspose1d`` with trained quantizers."""
 
     float_class = nn.ConvTranspose1d
     dimensions = 1
 
 
-class QuantizedConvTranspose2d(_QuantizedConvTranspose, nn.ConvTranspose2d):
-    """ConvTranspose2d."""
+class QuantizedConvTranspose2d(ConvTransposeForward, QuantizedLayer, nn.ConvTranspose2d):
+    """An ``nn.ConvTranspose2d`` with trained quantizers."""
 
     float_class = nn.ConvTranspose2d
     dimensions = 2
 
 
-class QuantizedLinear(QuantizedLayer, nn.Linear):
-    """Linear."""
+class QuantizedLinear(LinearForward, QuantizedLayer, nn.Linear):
+    """An ``nn.Linear`` with trained quantizers."""
 
     float_class = nn.Linear
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Multiply the quantized input by the quantized weight."""
-        return functional.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
 class _QuantizedRecurrent(QuantizedLayer):
@@ -174,13 +181,13 @@ class _QuantizedRecurrent(QuantizedLayer):
 
 
 class QuantizedLSTM(_QuantizedRecurrent, nn.LSTM):  # type: ignore[misc]
-    """LSTM."""
+    """An ``nn.LSTM`` with trained quantizers."""
 
     float_class = nn.LSTM
 
 
 class QuantizedGRU(_QuantizedRecurrent, nn.GRU):  # type: ignore[misc]
-    """GRU."""
+    """An ``nn.GRU`` with trained quantizers."""
 
     float_class = nn.GRU
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from amct.errors import ModelTypeError
 from amct.numerics.weight_kind import WeightKind
+from amct.pytorch.qat.layers import ConvForward, ConvTransposeForward, LinearForward
 from amct.pytorch.qat.single_op.module import SingleOp, checked_config
 from amct.pytorch.qat.single_op.state import InputQuantizer, WeightQuantizer
 
@@ -68,43 +68,23 @@ class _Convolution(SingleOp):
         return made
 
 
-class _Conv(_Convolution):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Convolve the quantized input with the quantized weight."""
-        x, weight = self.quantized(input)
-        layer = cast("Any", self)
-        return cast("Tensor", layer._conv_forward(x, weight, layer.bias))
-
-
-class _ConvTranspose(_Convolution):
+class _ConvTranspose(ConvTransposeForward, _Convolution):
     weight_kind = WeightKind.CONV_TRANSPOSE
-    dimensions = 1
-
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002  torch's name
-        """Convolve the quantized input with the quantized weight."""
-        x, weight = self.quantized(input)
-        layer = cast("Any", self)
-        settings = (layer.stride, layer.padding, layer.kernel_size, self.dimensions, layer.dilation)
-        output_padding = layer._output_padding(input, output_size, *settings)
-        convolve = functional.conv_transpose1d if self.dimensions == 1 else functional.conv_transpose2d
-        return convolve(
-            x, weight, layer.bias, layer.stride, layer.padding, output_padding, layer.groups, layer.dilation
-        )
 
 
-class Conv1dQAT(_Conv, nn.Conv1d):
+class Conv1dQAT(ConvForward, _Convolution, nn.Conv1d):
     """Quantization-aware ``nn.Conv1d``; the arguments are torch's, and ``config``."""
 
     float_class, input_rank = nn.Conv1d, 3
 
 
-class Conv2dQAT(_Conv, nn.Conv2d):
+class Conv2dQAT(ConvForward, _Convolution, nn.Conv2d):
     """Quantization-aware ``nn.Conv2d``; the arguments are torch's, and ``config``."""
 
     float_class, input_rank = nn.Conv2d, 4
 
 
-class Conv3dQAT(_Conv, nn.Conv3d):
+class Conv3dQAT(ConvForward, _Convolution, nn.Conv3d):
     """Quantization-aware ``nn.Conv3d``; the arguments are torch's, and ``config``. ``dilation[0]`` must be 1."""
 
     float_class, input_rank = nn.Conv3d, 5
@@ -122,7 +102,7 @@ class ConvTranspose2dQAT(_ConvTranspose, nn.ConvTranspose2d):
     float_class, input_rank, dimensions = nn.ConvTranspose2d, 4, 2
 
 
-class LinearQAT(SingleOp, nn.Linear):
+class LinearQAT(LinearForward, SingleOp, nn.Linear):
     """Quantization-aware ``nn.Linear``; its weight has one scale, so ``channel_wise`` is False."""
 
     float_class = nn.Linear
@@ -145,11 +125,6 @@ class LinearQAT(SingleOp, nn.Linear):
     def _like(cls, mod: Any, config: Mapping[str, Any] | None) -> Self:  # noqa: ANN401  the attributes are those of its class
         settings = {"bias": mod.bias is not None, "device": mod.weight.device, "dtype": mod.weight.dtype}
         return cls(mod.in_features, mod.out_features, config=config, **settings)
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Multiply the quantized input by the quantized weight."""
-        x, weight = self.quantized(input)
-        return functional.linear(x, weight, self.bias)
 
 
 class MatMulQAT(SingleOp):
