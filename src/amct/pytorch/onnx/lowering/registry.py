@@ -8,14 +8,13 @@ return the result: a tensor, or a list of tensors.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from amct.pytorch.onnx.lowering.writer import Result, Writer
 
-    Rule = Callable[..., Result]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -30,26 +29,43 @@ class NotLoweredError(Exception):
     """The program has an operator or an argument without a rule; the message says which."""
 
 
+@dataclass(frozen=True)
+class _Rule:
+    function: Callable[..., Any]
+    parameters: Collection[str]
+    implied: Sequence[str]
+    first: bool
+    renamed: Mapping[str, str]
+
+
 class Rules:
     """A table of rules, filled by decorators."""
 
     def __init__(self) -> None:
-        self._rules: dict[str, tuple[Rule, Mapping[str, Any]]] = {}
+        self._rules: dict[str, _Rule] = {}
 
-    def rule(self, *operators: str) -> Callable[[_Function], _Function]:
+    def rule(
+        self, *operators: str, implied: Sequence[str] = (), first: bool = False, **renamed: str
+    ) -> Callable[[_Function], _Function]:
         """Register a function for operators of ``aten`` by name, or of another library as ``library::name``.
+
+        Args:
+            operators: The operators.
+            implied: Arguments that the function does not take: shape and type of the result say what they mean.
+            first: Of several results the function returns only the first; the others have no rule.
+            renamed: By argument: the parameter of the function, if it has another name.
 
         Raises:
             ValueError: an operator has a rule already.
         """
 
         def register(function: _Function) -> _Function:
-            parameters = inspect.signature(function).parameters
+            parameters = inspect.signature(function).parameters.keys()
             for operator in operators:
                 name = operator if "::" in operator else f"aten::{operator}"
                 if name in self._rules:
                     raise ValueError(f'operator "{name}" has two rules')
-                self._rules[name] = (function, MappingProxyType(dict(parameters)))
+                self._rules[name] = _Rule(function, parameters, implied, first, renamed)
             return function
 
         return register
@@ -65,18 +81,23 @@ class Rules:
         """
         if operator not in self._rules:
             raise NotLoweredError(f"{operator} has no rule")
-        function, parameters = self._rules[operator]
+        rule = self._rules[operator]
         taken = {}
         for name, value in arguments.items():
-            if name in parameters:
-                taken[name] = value
+            own = rule.renamed.get(name, name)
+            if own in rule.parameters:
+                taken[own] = value
             elif name == "operator":
                 raise NotLoweredError(f"{operator} has an argument of this name")
-            elif name not in _WITHOUT_EFFECT and not _is_default(value, defaults.get(name)):
+            elif name not in (*_WITHOUT_EFFECT, *rule.implied) and not _is_default(value, defaults.get(name)):
                 raise NotLoweredError(f"{operator} with {name}={value!r}")
-        if "operator" in parameters:
+        if "operator" in rule.parameters:
             taken["operator"] = operator.partition("::")[2]
-        return function(writer, **taken)
+        if rule.first:
+            writer.result = writer.result[0]
+            return [rule.function(writer, **taken)]
+        result: Result = rule.function(writer, **taken)
+        return result
 
 
 def _is_default(value: object, default: object) -> bool:

@@ -203,17 +203,10 @@ def special_values(to: Writer, x: Value, operator: str) -> Value:
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-@rule("clamp", "clip", "clamp_min", "clamp_max", "hardtanh")
-def limited(
-    to: Writer,
-    x: Value,
-    min: Operand | None = None,  # noqa: A002  torch's name
-    max: Operand | None = None,  # noqa: A002  torch's name
-    min_val: Number | None = None,
-    max_val: Number | None = None,
-) -> Value:
+@rule("hardtanh", min_val="low", max_val="high")
+@rule("clamp", "clip", "clamp_min", "clamp_max", min="low", max="high")
+def limited(to: Writer, x: Value, low: Operand | None = None, high: Operand | None = None) -> Value:
     """Values between limits; limits may be tensors."""
-    low, high = (min if min is not None else min_val), (max if max is not None else max_val)
     x = to.cast(x, to.dtype)
     if isinstance(low, Value) or isinstance(high, Value):
         for operator, limit in (("Max", low), ("Min", high)):
@@ -367,11 +360,10 @@ def log_sigmoid(to: Writer, x: Value) -> Value:
     return to.unary("Neg", to.unary("Softplus", to.unary("Neg", x)))
 
 
-@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "special_softmax")
-def softmax(to: Writer, x: Value, dim: int, operator: str, dtype: torch.dtype | None = None) -> Value:
+@rule("softmax", "log_softmax", "_softmax", "_log_softmax", "special_softmax", implied=("dtype",))
+def softmax(to: Writer, x: Value, dim: int, operator: str) -> Value:
     """A softmax along an axis, or its logarithm."""
     x = to.cast(x, to.dtype)
-    del dtype  # that of the result
     if not x.rank:
         raise NotLoweredError("softmax of a number")
     return to.unary("LogSoftmax" if "log" in operator else "Softmax", x, axis=x.axis(dim) - x.rank)

@@ -10,7 +10,7 @@ import torch
 from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
 from amct.pytorch.onnx.lowering.rules.elementwise import Operand, as_value
 from amct.pytorch.onnx.lowering.rules.shaping import expanded_to
-from amct.pytorch.onnx.lowering.writer import Size, Value, Writer, broadcast, is_static, static
+from amct.pytorch.onnx.lowering.writer import Value, Writer, broadcast, is_static, static
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,10 +24,9 @@ def _as_index(to: Writer, index: Value) -> Value:
     return to.cast(index, torch.int64)
 
 
-@rule("embedding")
-def embedded(to: Writer, weight: Value, indices: Value, padding_idx: int = -1) -> Value:
+@rule("embedding", implied=("padding_idx",))
+def embedded(to: Writer, weight: Value, indices: Value) -> Value:
     """Rows of a table; the padding index matters to gradients only."""
-    del padding_idx
     return to.add("Gather", weight, indices, axis=0)
 
 
@@ -171,50 +170,27 @@ def _filled(to: Writer, value: Operand) -> Value:
 
 
 @rule("zeros", "ones", "empty", "new_zeros", "new_ones", "new_empty", "zeros_like", "ones_like", "empty_like",
-      "empty_permuted")  # fmt: skip
-def uniform(
-    to: Writer,
-    operator: str,
-    size: Sequence[Size] = (),
-    x: Value | None = None,
-    dtype: torch.dtype | None = None,
-    physical_layout: Sequence[int] = (),
-) -> Value:
+      "empty_permuted", implied=("size", "x", "dtype", "physical_layout"))  # fmt: skip
+def uniform(to: Writer, operator: str) -> Value:
     """Zeros or ones; what has no defined values is zero."""
-    del size, x, dtype, physical_layout
     return _filled(to, _VALUES[operator.removeprefix("new_").partition("_")[0]])
 
 
-@rule("full", "new_full", "full_like")
-def full(
-    to: Writer,
-    fill_value: Operand,
-    size: Sequence[Size] = (),
-    x: Value | None = None,
-    dtype: torch.dtype | None = None,
-) -> Value:
+@rule("full", "new_full", "full_like", implied=("size", "x", "dtype"))
+def full(to: Writer, fill_value: Operand) -> Value:
     """One value everywhere."""
-    del size, x, dtype
     return _filled(to, fill_value)
 
 
-@rule("scalar_tensor")
-def number(to: Writer, s: Operand, dtype: torch.dtype | None = None) -> Value:
+@rule("scalar_tensor", implied=("dtype",))
+def number(to: Writer, s: Operand) -> Value:
     """A number, or a size."""
-    del dtype
     return as_value(to, s, to.dtype)
 
 
-@rule("arange")
-def counted(
-    to: Writer,
-    end: Number | torch.SymInt,
-    start: Number | torch.SymInt = 0,
-    step: Number = 1,
-    dtype: torch.dtype | None = None,
-) -> Value:
+@rule("arange", implied=("dtype",))
+def counted(to: Writer, end: Number | torch.SymInt, start: Number | torch.SymInt = 0, step: Number = 1) -> Value:
     """Numbers at equal distances, up to a size."""
-    del dtype
     whole = all(isinstance(each, (int, torch.SymInt)) for each in (start, end, step))
     computed = torch.int64 if whole else to.dtype
     limits = [as_value(to, each, computed) for each in (start, end, step)]

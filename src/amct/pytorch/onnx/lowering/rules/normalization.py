@@ -22,12 +22,9 @@ _REDUCTIONS = {
 Axes = int | Sequence[int] | None
 
 
-@rule(*_REDUCTIONS)
-def reduced(
-    to: Writer, x: Value, operator: str, dim: Axes = None, keepdim: bool = False, dtype: torch.dtype | None = None
-) -> Value:
+@rule(*_REDUCTIONS, implied=("dtype",))
+def reduced(to: Writer, x: Value, operator: str, dim: Axes = None, keepdim: bool = False) -> Value:
     """One value for all positions of axes."""
-    del dtype  # that of the result
     x = to.cast(x, to.dtype)
     return to.reduce(_REDUCTIONS[operator], x, x.axes(dim), keep=keepdim) if x.rank else x
 
@@ -84,11 +81,11 @@ def variance(
     keepdim: bool = False,
 ) -> Value:
     """The variance, or its root."""
-    return _moments(to, x, dim, _correction(unbiased, correction), keepdim, root=operator == "std")[0]
+    return _variance_and_mean(to, x, operator, dim, int(unbiased) if correction is None else correction, keepdim)[0]
 
 
 @rule("var_mean", "std_mean")
-def spread_and_mean(
+def variance_and_mean(
     to: Writer,
     x: Value,
     operator: str,
@@ -99,30 +96,25 @@ def spread_and_mean(
 ) -> list[Value]:
     """The variance or its root, and the mean."""
     to.result = to.result[0]
-    return _moments(to, x, dim, _correction(unbiased, correction), keepdim, root=operator == "std_mean")
+    return _variance_and_mean(to, x, operator, dim, int(unbiased) if correction is None else correction, keepdim)
 
 
-def _correction(unbiased: bool, correction: Number | None) -> Number:
-    return int(unbiased) if correction is None else correction
-
-
-def _moments(to: Writer, x: Value, dim: Axes, correction: Number, keep: bool, *, root: bool) -> list[Value]:
+def _variance_and_mean(to: Writer, x: Value, operator: str, dim: Axes, correction: Number, keep: bool) -> list[Value]:
     axes = x.axes(dim)
     mean = to.reduce("ReduceMean", x, axes)
     centred = to.binary("Sub", x, mean)
-    variance = to.reduce("ReduceMean", to.mul(centred, centred), axes, keep=keep)
+    found = to.reduce("ReduceMean", to.mul(centred, centred), axes, keep=keep)
     if correction:
         count = math.prod(static([x.size(axis) for axis in axes], "a variance"))
         if count <= correction:
             raise NotLoweredError("a variance of one value")
-        variance = to.mul(variance, to.constant(count / (count - correction), x.dtype))
-    return [to.unary("Sqrt", variance) if root else variance, mean if keep else to.squeeze(mean, axes)]
+        found = to.mul(found, to.constant(count / (count - correction), x.dtype))
+    return [to.unary("Sqrt", found) if "std" in operator else found, mean if keep else to.squeeze(mean, axes)]
 
 
-@rule("cumsum")
-def running_sum(to: Writer, x: Value, dim: int, dtype: torch.dtype | None = None) -> Value:
+@rule("cumsum", implied=("dtype",))
+def running_sum(to: Writer, x: Value, dim: int) -> Value:
     """Sums up to each position."""
-    del dtype  # that of the result
     if not x.rank:
         return to.cast(x, to.dtype)
     return to.add("CumSum", to.cast(x, to.dtype), to.constant(x.axis(dim), torch.int64))
@@ -132,6 +124,7 @@ def _vector_of(to: Writer, value: float, size: Size) -> Value:
     return to.constant(torch.full(static([size], "a normalization"), value, dtype=to.dtype))
 
 
+@rule("_native_batch_norm_legit_no_training", first=True)
 @rule("batch_norm")
 def batch_norm(
     to: Writer,
@@ -140,8 +133,8 @@ def batch_norm(
     bias: Value | None,
     running_mean: Value | None,
     running_var: Value | None,
-    training: bool,
     eps: float,
+    training: bool = False,
 ) -> Value:
     """A batch norm in eval mode, or a normalization of each channel over the batch (weight standardization)."""
     if running_mean is None or running_var is None:
@@ -166,21 +159,7 @@ def _normalized_channels(to: Writer, x: Value, weight: Value | None, bias: Value
     return found
 
 
-@rule("_native_batch_norm_legit_no_training")
-def native_batch_norm(
-    to: Writer,
-    x: Value,
-    weight: Value | None,
-    bias: Value | None,
-    running_mean: Value,
-    running_var: Value,
-    eps: float,
-) -> list[Value]:
-    """The same, with two further results that nobody uses."""
-    to.result = to.result[0]
-    return [batch_norm(to, x, weight, bias, running_mean, running_var, training=False, eps=eps)]
-
-
+@rule("native_layer_norm", first=True)
 @rule("layer_norm")
 def layer_norm(
     to: Writer,
@@ -194,15 +173,6 @@ def layer_norm(
     shape = static(normalized_shape, "a layer norm")
     scale = to.constant(torch.ones(shape, dtype=to.dtype)) if weight is None else weight
     return to.add("LayerNormalization", x, scale, bias, axis=-len(shape), epsilon=eps)
-
-
-@rule("native_layer_norm")
-def native_layer_norm(
-    to: Writer, x: Value, normalized_shape: Sequence[int], weight: Value | None, bias: Value | None, eps: float
-) -> list[Value]:
-    """The same; its two further results have no rule."""
-    to.result = to.result[0]
-    return [layer_norm(to, x, normalized_shape, weight, bias, eps)]
 
 
 @rule("rms_norm")
@@ -252,26 +222,24 @@ def instance_norm(
 ) -> Value:
     """A normalization of each channel of each sample."""
     if not use_input_stats:
-        return batch_norm(to, x, weight, bias, running_mean, running_var, training=False, eps=eps)
+        return batch_norm(to, x, weight, bias, running_mean, running_var, eps)
     channels = x.size(1)
     scale = _vector_of(to, 1.0, channels) if weight is None else weight
     shift = _vector_of(to, 0.0, channels) if bias is None else bias
     return to.add("InstanceNormalization", x, scale, shift, epsilon=eps)
 
 
-@rule("linalg_vector_norm", "norm")
+@rule("linalg_vector_norm", implied=("dtype",), ord="order")
+@rule("norm", implied=("dtype",), p="order")
 def vector_norm(
     to: Writer,
     x: Value,
-    ord: float | None = None,  # noqa: A002  torch's name
-    p: float | None = None,
+    order: float | None = None,
     dim: int | Sequence[int] | None = None,
     keepdim: bool = False,
-    dtype: torch.dtype | None = None,
 ) -> Value:
     """The length of vectors in the 1-, 2- or maximum norm."""
-    del dtype  # that of the result
-    kind = ord if ord is not None else (2 if p is None else p)
+    kind = 2 if order is None else order
     operators = {1: "ReduceL1", 2: "ReduceL2"}
     x, axes = to.cast(x, to.dtype), x.axes(dim)
     if kind == math.inf:

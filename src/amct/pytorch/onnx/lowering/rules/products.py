@@ -38,18 +38,13 @@ def transposed(to: Writer, x: Value) -> Value:
     return to.transpose(x, [*range(x.rank - 2), x.rank - 1, x.rank - 2])
 
 
-@rule("matmul", "mm", "bmm", "mv", "dot")
-def product(
-    to: Writer,
-    x: Value,
-    other: Value | None = None,
-    mat2: Value | None = None,
-    vec: Value | None = None,
-    tensor: Value | None = None,
-) -> Value:
+@rule("mm", "bmm", mat2="other")
+@rule("mv", vec="other")
+@rule("dot", tensor="other")
+@rule("matmul")
+def product(to: Writer, x: Value, other: Value) -> Value:
     """A product with the broadcasting of NumPy."""
-    second = next(each for each in (other, mat2, vec, tensor) if each is not None)
-    return to.add("MatMul", x, second)
+    return to.add("MatMul", x, other)
 
 
 @rule("addmm")

@@ -21,39 +21,25 @@ def same(to: Writer, x: Value) -> Value:
     return x
 
 
-@rule("dropout", "feature_dropout", "alpha_dropout")
-def dropout(to: Writer, x: Value, p: float, train: bool) -> Value:
+@rule("dropout", "feature_dropout", "alpha_dropout", implied=("p",))
+def dropout(to: Writer, x: Value, train: bool) -> Value:
     """The tensor itself, in eval mode."""
-    del to, p
+    del to
     if train:
         raise NotLoweredError("dropout in training mode")
     return x
 
 
-@rule("to", "_to_copy", "type_as", "float", "half", "double", "int", "long", "bool")
-def converted(to: Writer, x: Value, other: Value | None = None, dtype: torch.dtype | None = None) -> Value:
+@rule("to", "_to_copy", "type_as", "float", "half", "double", "int", "long", "bool", implied=("other", "dtype"))
+def converted(to: Writer, x: Value) -> Value:
     """The tensor in the type of the result."""
-    del other, dtype
     return to.cast(x, to.dtype)
 
 
-@rule("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "ravel")
-def reshaped(
-    to: Writer,
-    x: Value,
-    size: Sequence[Size] | None = None,
-    shape: Sequence[Size] | None = None,
-    other: Value | None = None,
-    sizes: Sequence[Size] | None = None,
-    start_dim: int = 0,
-    end_dim: int = -1,
-    dim: int = 0,
-    dtype: torch.dtype | None = None,
-) -> Value:
+@rule("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "ravel",
+      implied=("size", "shape", "other", "sizes", "start_dim", "end_dim", "dim"))  # fmt: skip
+def reshaped(to: Writer, x: Value) -> Value:
     """The shape of the result says it all."""
-    del size, shape, other, sizes, start_dim, end_dim, dim
-    if dtype is not None:
-        raise NotLoweredError("a view as another type")
     return to.reshape(x, to.shape)
 
 
@@ -70,19 +56,18 @@ def unsqueezed(to: Writer, x: Value, dim: int) -> Value:
     return to.unsqueeze(x, [dim % (x.rank + 1)])
 
 
-@rule("permute", "movedim")
-def permuted(
-    to: Writer,
-    x: Value,
-    dims: Sequence[int] | None = None,
-    source: int | Sequence[int] = (),
-    destination: int | Sequence[int] = (),
-) -> Value:
+@rule("permute")
+def permuted(to: Writer, x: Value, dims: Sequence[int]) -> Value:
     """The axes in another order."""
-    if dims is not None:
-        return to.transpose(x, [x.axis(axis) for axis in dims])
-    moved = [x.axis(axis) for axis in ([source] if isinstance(source, int) else source)]
-    places = [x.axis(axis) for axis in ([destination] if isinstance(destination, int) else destination)]
+    return to.transpose(x, [x.axis(axis) for axis in dims])
+
+
+@rule("movedim")
+def with_axes_moved(to: Writer, x: Value, source: int | Sequence[int], destination: int | Sequence[int]) -> Value:
+    """Some axes at other places; the others keep their order."""
+    moved, places = (
+        [x.axis(axis) for axis in ([each] if isinstance(each, int) else each)] for each in (source, destination)
+    )
     rest = iter(axis for axis in range(x.rank) if axis not in moved)
     return to.transpose(x, [moved[places.index(axis)] if axis in places else next(rest) for axis in range(x.rank)])
 
@@ -99,10 +84,9 @@ def exchanged(to: Writer, x: Value, operator: str, dim0: int = -1, dim1: int = -
     return to.transpose(x, order)
 
 
-@rule("expand", "expand_as", "broadcast_to", "expand_copy")
-def expanded(to: Writer, x: Value, size: Sequence[Size] | None = None, other: Value | None = None) -> Value:
+@rule("expand", "expand_as", "broadcast_to", "expand_copy", implied=("size", "other"))
+def expanded(to: Writer, x: Value) -> Value:
     """Axes of size 1 repeated, without copying in torch."""
-    del size, other
     return expanded_to(to, x, to.shape)
 
 
@@ -113,25 +97,24 @@ def expanded_to(to: Writer, x: Value, shape: Sequence[Size]) -> Value:
     return to.add("Expand", x, to.sizes.shape(shape), dtype=x.dtype, shape=shape)
 
 
-@rule("copy")
-def copied(to: Writer, x: Value, src: Value) -> Value:
+@rule("copy", implied=("x",))
+def copied(to: Writer, src: Value) -> Value:
     """The source in type and shape of the destination."""
-    del x
     return expanded_to(to, to.cast(src, to.dtype), to.shape)
 
 
-@rule("fill", "zero")
-def filled(to: Writer, x: Value, value: Value | float = 0.0) -> Value:
+@rule("fill", "zero", implied=("x",))
+def filled(to: Writer, value: Value | float = 0.0) -> Value:
     """One value everywhere."""
-    del x
     one = to.cast(value, to.dtype) if isinstance(value, Value) else to.constant(value)
     return expanded_to(to, one, to.shape)
 
 
-@rule("repeat", "tile")
-def repeated(to: Writer, x: Value, repeats: Sequence[Size] = (), dims: Sequence[Size] = ()) -> Value:
+@rule("repeat")
+@rule("tile", dims="repeats")
+def repeated(to: Writer, x: Value, repeats: Sequence[Size]) -> Value:
     """The tensor again and again along its axes."""
-    times: list[Size] = list(repeats or dims)
+    times = list(repeats)
     times[:0] = [1] * (x.rank - len(times))
     given = to.unsqueeze(x, list(range(len(times) - x.rank)))
     if all(isinstance(count, int) and count == 1 for count in times):
@@ -205,19 +188,10 @@ def stacked(to: Writer, tensors: Sequence[Value], dim: int = 0) -> Value:
     return parts[0] if len(parts) == 1 else to.add("Concat", *parts, axis=axis)
 
 
-@rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
-def taken_apart(
-    to: Writer,
-    x: Value,
-    split_size: Size | Sequence[Size] = 0,
-    split_sizes: Sequence[Size] = (),
-    chunks: int = 0,
-    sections: int = 0,
-    indices: Sequence[int] = (),
-    dim: int = 0,
-) -> list[Value]:
+@rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk",
+      implied=("split_size", "split_sizes", "chunks", "sections", "indices"))  # fmt: skip
+def taken_apart(to: Writer, x: Value, dim: int = 0) -> list[Value]:
     """Parts one behind the other; what the program makes of them says their sizes."""
-    del split_size, split_sizes, chunks, sections, indices
     axis = x.axis(dim)
     if len(to.result) == 1:
         return [x]

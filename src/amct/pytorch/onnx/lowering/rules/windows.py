@@ -13,7 +13,7 @@ from amct.pytorch.onnx.lowering.writer import Size, is_static, static
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
+    from amct.pytorch.onnx.lowering.writer import Value, Writer
 
 
 def spread(value: int | Sequence[int], rank: int) -> list[int]:
@@ -99,7 +99,9 @@ def _convolved(to: Writer, operator: str, x: Value, weight: Value, bias: Value |
     return to.squeeze(found, [0])
 
 
-_RANKS = {f"{kind}_pool{rank}d": rank for kind in ("max", "avg") for rank in (1, 2, 3)}
+def _pooled_axes(operator: str) -> int:
+    """2 for ``max_pool2d``."""
+    return int(operator.partition("_pool")[2][0])
 
 
 def _with_batch(to: Writer, x: Value, rank: int) -> Value:
@@ -121,6 +123,7 @@ def _beyond(x: Value, shape: Sequence[Size], kernel: list[int], stride: list[int
     ]
 
 
+@rule("max_pool2d_with_indices", "max_pool3d_with_indices", first=True)
 @rule("max_pool1d", "max_pool2d", "max_pool3d")
 def max_pool(
     to: Writer,
@@ -133,7 +136,7 @@ def max_pool(
     ceil_mode: bool = False,
 ) -> Value:
     """The maximum of each window."""
-    rank = _RANKS[operator]
+    rank = _pooled_axes(operator)
     kernel, before, dilations = (spread(each, rank) for each in (kernel_size, padding, dilation))
     strides = spread(stride, rank) or kernel
     after = before
@@ -153,22 +156,6 @@ def max_pool(
     return _finished(to, to.add("MaxPool", given, shape=shape, **settings))
 
 
-@rule("max_pool2d_with_indices", "max_pool3d_with_indices")
-def max_pool_with_places(
-    to: Writer,
-    x: Value,
-    kernel_size: Sequence[int],
-    operator: str,
-    stride: Sequence[int] = (),
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    ceil_mode: bool = False,
-) -> list[Value]:
-    """The maximum of each window; its place has no rule."""
-    to.result = to.result[0]
-    return [max_pool(to, x, kernel_size, operator.removesuffix("_with_indices"), stride, padding, dilation, ceil_mode)]
-
-
 @rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
 def average_pool(
     to: Writer,
@@ -185,7 +172,7 @@ def average_pool(
     torch never counts what is beyond the padding because sizes are rounded up: there the zeros are an operator of their
     own, so that the pooling counts none.
     """
-    rank = _RANKS[operator]
+    rank = _pooled_axes(operator)
     kernel, before = spread(kernel_size, rank), spread(padding, rank)
     strides = spread(stride, rank) or kernel
     after = _beyond(x, to.shape, kernel, strides, before) if ceil_mode else before
@@ -240,33 +227,37 @@ def _window_means(size: int, result: int) -> torch.Tensor:
     return weights
 
 
-@rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
-def adaptive_max_pool(to: Writer, x: Value, output_size: Sequence[int]) -> list[Value]:
+@rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", first=True)
+def adaptive_max_pool(to: Writer, x: Value, output_size: Sequence[int]) -> Value:
     """The maximum of everything or of equal windows; its place has no rule."""
-    to.result = to.result[0]
     rank = len(spread(output_size, 1))
     results = static(to.shape[-rank:], "an adaptive pooling")
     sizes = x.shape[-rank:]
     if all(size == 1 for size in results):
-        return [to.reduce("ReduceMax", x, list(range(x.rank - rank, x.rank)))]
+        return to.reduce("ReduceMax", x, list(range(x.rank - rank, x.rank)))
     known = static(sizes, "an adaptive pooling")
     if any(size % result for size, result in zip(known, results, strict=True)):
         raise NotLoweredError("an adaptive maximum over windows of different sizes")
     kernel = [size // result for size, result in zip(known, results, strict=True)]
     given = _with_batch(to, x, rank)
     shape = [*given.shape[:2], *results]
-    return [_finished(to, to.add("MaxPool", given, shape=shape, kernel_shape=kernel, strides=kernel))]
+    return _finished(to, to.add("MaxPool", given, shape=shape, kernel_shape=kernel, strides=kernel))
 
 
 _MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 
 
-@rule("pad")
-def padded(to: Writer, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
+@rule("reflection_pad1d", "reflection_pad2d", "reflection_pad3d", padding="pad")
+@rule("replication_pad1d", "replication_pad2d", "replication_pad3d", padding="pad")
+@rule("constant_pad_nd", "pad")
+def padded(
+    to: Writer, x: Value, pad: Sequence[int], operator: str, mode: str = "constant", value: float | None = None
+) -> Value:
     """Positions added at both ends of the last axes; torch lists the last axis first."""
     amounts = static(pad, "padding")
     if not any(amounts):
         return x
+    mode = {"reflection": "reflect", "replication": "replicate"}.get(operator.partition("_")[0], mode)
     places = len(amounts) // 2
     front = [0] * (x.rank - places)
     pads = [*front, *amounts[::2][::-1], *front, *amounts[1::2][::-1]]
@@ -274,24 +265,6 @@ def padded(to: Writer, x: Value, pad: Sequence[int], mode: str = "constant", val
         raise NotLoweredError(f"padding of {pads} in the mode {mode}")
     filling = to.constant(value or 0, x.dtype) if mode == "constant" else None
     return to.add("Pad", x, to.ints(pads), filling, mode=_MODES[mode])
-
-
-@rule("constant_pad_nd")
-def padded_with_a_value(to: Writer, x: Value, pad: Sequence[int], value: Number = 0) -> Value:
-    """One value at both ends."""
-    return padded(to, x, pad, "constant", value)
-
-
-@rule("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")
-def reflected(to: Writer, x: Value, padding: Sequence[int]) -> Value:
-    """The values next to the ends, mirrored."""
-    return padded(to, x, padding, "reflect")
-
-
-@rule("replication_pad1d", "replication_pad2d", "replication_pad3d")
-def replicated(to: Writer, x: Value, padding: Sequence[int]) -> Value:
-    """The values at the ends."""
-    return padded(to, x, padding, "replicate")
 
 
 def _resized(to: Writer, x: Value, factors: Sequence[float | None] | None, **settings: Any) -> Value:
@@ -310,60 +283,52 @@ def _resized(to: Writer, x: Value, factors: Sequence[float | None] | None, **set
     return to.add("Resize", x, None, to.constant(scales), **settings)
 
 
-def _factors(x: Value, scale_factors: Sequence[float] | None, single: Sequence[float | None]) -> Sequence[float] | None:
+def _factors(x: Value, factors: Sequence[float] | None, *single: float | None) -> Sequence[float] | None:
     """The factor of each axis behind the channels, given as a list or one by one; None: the sizes decide.
 
     Raises:
         NotLoweredError: Some axes have no factor.
     """
-    factors = scale_factors or [each for each in single if each is not None]
-    if factors and len(factors) != x.rank - 2:
+    found = factors or [each for each in single if each is not None]
+    if found and len(found) != x.rank - 2:
         raise NotLoweredError("a resizing with a factor for some axes only")
-    return factors or None
+    return found or None
 
 
-@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
-      "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")  # fmt: skip
+@rule("upsample_nearest1d", "_upsample_nearest_exact1d", implied=("output_size",), scales="scales_w")
+@rule("upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
+      implied=("output_size",))  # fmt: skip
 def nearest(
     to: Writer,
     x: Value,
     operator: str,
-    output_size: Sequence[Size] | None = None,
     scale_factors: Sequence[float] | None = None,
-    scales: float | None = None,
     scales_d: float | None = None,
     scales_h: float | None = None,
     scales_w: float | None = None,
 ) -> Value:
     """The nearest value: rounded down from the upper left corner, or from the middle of a position."""
-    del output_size
-    factors = _factors(x, scale_factors, (scales, scales_d, scales_h, scales_w))
     modes = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
     if "exact" in operator:
         modes = {"coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_ceil"}
-    return _resized(to, x, factors, mode="nearest", **modes)
+    return _resized(to, x, _factors(x, scale_factors, scales_d, scales_h, scales_w), mode="nearest", **modes)
 
 
-@rule("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d")
+@rule("upsample_linear1d", implied=("output_size",), scales="scales_w")
+@rule("upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", implied=("output_size",))
 def interpolated(
     to: Writer,
     x: Value,
     operator: str,
     align_corners: bool,
-    output_size: Sequence[Size] | None = None,
     scale_factors: Sequence[float] | None = None,
-    scales: float | None = None,
     scales_d: float | None = None,
     scales_h: float | None = None,
     scales_w: float | None = None,
 ) -> Value:
-    """Interpolation, linear or by cubic polynomials with torch's coefficient."""
-    del output_size
-    factors = _factors(x, scale_factors, (scales, scales_d, scales_h, scales_w))
-    mode = "align_corners" if align_corners else "half_pixel"
+    """Interpolation, linear or by cubic polynomials with torch's coefficient; aligned corners follow from the sizes."""
+    factors = _factors(x, scale_factors, scales_d, scales_h, scales_w)
+    settings: dict[str, Any] = {"mode": "cubic", "cubic_coeff_a": -0.75} if "cubic" in operator else {"mode": "linear"}
     if align_corners:
-        factors = None  # the corners are given by the sizes
-    settings: dict[str, object] = {"coordinate_transformation_mode": mode}
-    if "cubic" in operator:
-        return _resized(to, x, factors, mode="cubic", cubic_coeff_a=-0.75, **settings)
-    return _resized(to, x, factors, mode="linear", **settings)
+        return _resized(to, x, None, coordinate_transformation_mode="align_corners", **settings)
+    return _resized(to, x, factors, coordinate_transformation_mode="half_pixel", **settings)
