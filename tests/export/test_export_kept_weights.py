@@ -19,11 +19,13 @@ from amct.caffe.engine import net as engine
 from amct.errors import AmctError, ExportError
 from amct.export import formats
 from amct.export.onnx import kept_weights, runtime
-from amct.export.onnx.file_parts import initializer_bytes, model_parts, read_parts
 from amct.export.onnx.kept_weights import (
     KeptWeights,
+    initializer_bytes,
     kept_arrays,
+    model_parts,
     owner_of,
+    read_parts,
     tensor_array,
     with_values,
     with_weights_beside,

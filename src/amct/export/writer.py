@@ -23,8 +23,7 @@ from amct.arguments import LONGEST_NAME
 from amct.atomic import FileGroup
 from amct.errors import ExportError
 from amct.export.formats import ExportedModel, file_name
-from amct.export.onnx.file_parts import initializer_bytes, model_parts
-from amct.export.onnx.kept_weights import copy_fields, tensor_array
+from amct.export.onnx.kept_weights import copy_fields, initializer_bytes, model_parts, tensor_array
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

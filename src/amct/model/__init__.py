@@ -4,9 +4,18 @@ Each front door (PyTorch, Caffe, ONNX) describes its model as a ``Graph`` of ``N
 ``LayerFacts``. A layer that is left out is reported as a ``Skip`` with the reason. Nothing here imports torch.
 """
 
-from amct.model.fusion import Folded, Fusion, FusionPattern, find_fusions, find_leading_fusions, fold_batch_norms
-from amct.model.graph import Graph, Node, TensorIndex
-from amct.model.layers import LayerFacts, Skip
+from amct.model.graph import (
+    Folded,
+    Fusion,
+    FusionPattern,
+    Graph,
+    Node,
+    TensorIndex,
+    find_fusions,
+    find_leading_fusions,
+    fold_batch_norms,
+)
+from amct.model.kinds import LayerFacts, Skip
 
 __all__ = [
     "Folded",

@@ -1,14 +1,20 @@
-"""The graph: nodes in execution order, joined by named tensors."""
+"""The graph of a network: nodes in execution order, joined by named tensors; and which may be folded into others.
+
+Conv → BatchNorm, and Caffe's Conv → BatchNorm → Scale → Bias. Fusions are found here; the front door folds the weights.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from amct.errors import ModelError, did_you_mean
+from amct.errors import AmctError, ModelError, did_you_mean
+from amct.model.kinds import Skip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,3 +132,185 @@ class Graph(TensorIndex[Node]):
         readers = self.successors(node)
         is_output = any(tensor in self.outputs for tensor in node.outputs)
         return readers[0] if len(readers) == 1 and not is_output else None
+
+
+logger = logging.getLogger(__name__)
+
+_Model = TypeVar("_Model")
+
+Refusal = Callable[[Node, Node], str | None]
+"""Called with (head, candidate): None allows the fold, a text is the reason against it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionPattern:
+    """What may be folded into a head: at most one node of each stage, in the order of the stages; each is optional."""
+
+    heads: frozenset[str]
+    stages: tuple[frozenset[str], ...]
+
+    @property
+    def foldable(self) -> frozenset[str]:
+        """The ops of all stages."""
+        return frozenset().union(*self.stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """``folded`` nodes disappear into ``head``, in this order (for a leading fusion they come before it)."""
+
+    head: Node
+    folded: tuple[Node, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Folded(Generic[_Model]):
+    """A copy of a model with folded batch norms.
+
+    Attributes:
+        model: The copy.
+        fusions: By layer: the batch norm folded into it.
+        skips: The batch norms that were not folded, with the reason.
+    """
+
+    model: _Model
+    fusions: Mapping[str, str]
+    skips: tuple[Skip, ...]
+
+    @classmethod
+    def unchanged(cls, model: _Model, norms: Iterable[str], reason: str) -> Folded[_Model]:
+        """A model in which nothing is folded."""
+        return cls(model=model, fusions={}, skips=tuple(Skip(name, f"not folded: {reason}") for name in norms))
+
+
+def fold_batch_norms(
+    graph: Graph,
+    pattern: FusionPattern,
+    fold: Callable[[Node, Node], None],
+    *,
+    skip: Collection[str] = (),
+    refuse: Refusal | None = None,
+) -> tuple[dict[str, str], tuple[Skip, ...]]:
+    """Find every batch norm that can be folded, and call ``fold(layer, norm)`` for it.
+
+    A pair for which ``fold`` raises an ``AmctError`` stays as it is.
+
+    Returns:
+        By layer the batch norm folded into it, and every batch norm that stays, with the reason.
+    """
+    found, skips = find_fusions(graph, pattern, skip=skip, refuse=refuse)
+    fusions: dict[str, str] = {}
+    refused: list[Skip] = []
+    for fusion in found:
+        head, norm = fusion.head, fusion.folded[0]
+        try:
+            fold(head, norm)
+        except AmctError as error:
+            refused.append(Skip(norm.name, f'not folded into "{head.name}": {error}'))
+            logger.warning("%s", refused[-1])
+        else:
+            fusions[head.name] = norm.name
+    return fusions, (*skips, *refused)
+
+
+def find_fusions(
+    graph: Graph,
+    pattern: FusionPattern,
+    *,
+    skip: Collection[str] = (),
+    refuse: Refusal | None = None,
+) -> tuple[tuple[Fusion, ...], tuple[Skip, ...]]:
+    """Find every head with foldable nodes after it, and report every foldable node that stays, with the reason.
+
+    A node is folded when it is the only consumer of the node before it. ``skip`` names heads (or foldable nodes) that
+    the user excluded.
+    """
+    fusions: list[Fusion] = []
+    taken: set[str] = set()
+    skips: dict[str, Skip] = {}
+    for head in graph:
+        if head.op not in pattern.heads:
+            continue
+        folded, refusal = _fold_after(graph, head, pattern.stages, skip, refuse)
+        if refusal:
+            skips[refusal.layer] = refusal
+        if folded:
+            fusions.append(Fusion(head=head, folded=folded))
+            taken.update(node.name for node in folded)
+    for node in graph:
+        if node.op in pattern.foldable and node.name not in taken and node.name not in skips:
+            skips[node.name] = Skip(node.name, _why_alone(graph, node, pattern, taken))
+    return tuple(fusions), tuple(skips.values())
+
+
+def _fold_after(
+    graph: Graph, head: Node, stages: Sequence[frozenset[str]], skip: Collection[str], refuse: Refusal | None
+) -> tuple[tuple[Node, ...], Skip | None]:
+    folded: list[Node] = []
+    last = head
+    for stage in stages:
+        candidate = graph.sole_consumer(last)
+        if candidate is None or candidate.op not in stage:
+            continue
+        reason = _reason_against(head, candidate, skip, refuse)
+        if reason:
+            return tuple(folded), Skip(candidate.name, f'not folded into "{head.name}": {reason}')
+        folded.append(candidate)
+        last = candidate
+    return tuple(folded), None
+
+
+def _reason_against(head: Node, candidate: Node, skip: Collection[str], refuse: Refusal | None) -> str | None:
+    for node in (head, candidate):
+        if node.name in skip:
+            return f'"{node.name}" is listed in skip_fusion_layers'
+    return refuse(head, candidate) if refuse else None
+
+
+def _why_alone(graph: Graph, node: Node, pattern: FusionPattern, taken: set[str]) -> str:
+    before = graph.predecessors(node)
+    if not before:
+        return "not folded: it reads an input of the model, not a layer that could take it"
+    producer = before[0]
+    if producer.op not in pattern.heads and producer.name not in taken:
+        return f'not folded: it follows "{producer.name}" ({producer.op}), which cannot take it'
+    others = [other.name for other in graph.successors(producer) if other.name != node.name]
+    if others:
+        return f'not folded into "{producer.name}": "{others[0]}" reads the same tensor'
+    if any(tensor in graph.outputs for tensor in producer.outputs):
+        return f'not folded into "{producer.name}": the model also returns what "{producer.name}" makes'
+    return f'not folded into "{producer.name}": out of the order in which layers are folded'
+
+
+def find_leading_fusions(
+    graph: Graph,
+    pattern: FusionPattern,
+    *,
+    skip: Collection[str] = (),
+    refuse: Refusal | None = None,
+) -> tuple[tuple[Fusion, ...], tuple[Skip, ...]]:
+    """Find heads with foldable nodes *before* them (Caffe's BatchNorm → Scale → Conv), read only by the next in line.
+
+    The stages must appear in their order directly before the head; ``Fusion.folded`` is in execution order. Only folds
+    that ``refuse`` or ``skip`` prevent are reported; foldable nodes without a head behind them are not.
+    """
+    fusions: list[Fusion] = []
+    skips: list[Skip] = []
+    for head in graph:
+        if head.op not in pattern.heads:
+            continue
+        folded: list[Node] = []
+        following = head
+        for stage in reversed(pattern.stages):
+            before = graph.predecessors(following)
+            if len(before) != 1 or before[0].op not in stage or graph.sole_consumer(before[0]) is not following:
+                continue
+            reason = _reason_against(head, before[0], skip, refuse)
+            if reason:
+                skips.append(Skip(before[0].name, f'not folded into "{head.name}": {reason}'))
+                break
+            folded.insert(0, before[0])
+            following = before[0]
+        if folded:
+            fusions.append(Fusion(head=head, folded=tuple(folded)))
+    return tuple(fusions), tuple(skips)

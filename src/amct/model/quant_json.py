@@ -60,8 +60,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from amct.atomic import is_file, modify, read_bytes
 from amct.errors import FileError, ParseError
-from amct.model.kinds import LayerKind  # noqa: TC001  pydantic reads the annotations
-from amct.model.layers import Skip  # noqa: TC001  pydantic reads the annotations
+from amct.model.kinds import (
+    LayerKind,  # noqa: TC001  pydantic reads the annotations
+    Skip,  # noqa: TC001  pydantic reads the annotations
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

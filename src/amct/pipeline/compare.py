@@ -20,8 +20,7 @@ from amct.errors import AmctError, CalibrationError
 from amct.export.check.batch import CALIBRATION, LARGEST_BATCH, MOST_SAMPLES, first_samples
 from amct.export.check.losses import SHARE, Outputs, Reference, fewest_batches
 from amct.export.formats import layer_outputs, rescaled_layers
-from amct.export.onnx.file_parts import read_parts
-from amct.export.onnx.kept_weights import KeptWeights
+from amct.export.onnx.kept_weights import KeptWeights, read_parts
 from amct.export.onnx.messages import first_line
 from amct.export.onnx.runtime import Runner, as_tensor, open_session
 from amct.report.measuring import Measuring

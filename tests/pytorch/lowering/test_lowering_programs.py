@@ -23,7 +23,7 @@ from amct.pytorch.inputs import IoNames
 from amct.pytorch.onnx import float_onnx as module
 from amct.pytorch.onnx.float_onnx import float_onnx
 from amct.pytorch.onnx.lowering.program import lower
-from amct.pytorch.onnx.lowering.registry import NotLoweredError, Rules
+from amct.pytorch.onnx.lowering.writer import NotLoweredError, Rules
 
 
 def refuse(*_arguments: object, **_options: object) -> None:

@@ -41,8 +41,7 @@ from amct.export.check.losses import (
     warn_worse,
 )
 from amct.export.check.running import BUDGET, LoadedModel, outputs_in_parts, speed_apart, speed_of, timed_inputs
-from amct.export.onnx.file_parts import read_parts
-from amct.export.onnx.kept_weights import KeptWeights
+from amct.export.onnx.kept_weights import KeptWeights, read_parts
 from amct.export.onnx.messages import parameter_bytes
 from amct.memory import LARGE_MODEL
 from amct.model.quant_json import FileCheck

@@ -8,6 +8,7 @@ names of their layers and inputs and outputs the names that the user chose.
 
 from __future__ import annotations
 
+import ast
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,35 +16,38 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from onnx import helper, numpy_helper
+from torch import Tensor, nn
 
 from amct.errors import ExportError
-from amct.export.binding import LayerBinding
+from amct.export.binding import LayerBinding, further_node
+from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.messages import model_opset
 from amct.export.onnx.rewrites import lower_opset, with_explicit_pool_padding, with_separate_zeros
 from amct.export.onnx.writer import check_valid
 from amct.export.request import check_opset
-from amct.model.kinds import KIND_OF_TORCH_TYPE
-from amct.pytorch.capture.functional_layers import layer_name
+from amct.model.kinds import KIND_OF_TORCH_TYPE, LayerKind
+from amct.model.operators import WITH_BIAS
+from amct.numerics.arq import reorder_gates
+from amct.pytorch.capture.functional_layers import layer_module, layer_name
 from amct.pytorch.capture.program import quiet_exporters
-from amct.pytorch.onnx.layers import place_layers
 from amct.pytorch.onnx.lowering.assembly import Lowered
 from amct.pytorch.onnx.lowering.program import lower
-from amct.pytorch.onnx.lowering.registry import NotLoweredError
+from amct.pytorch.onnx.lowering.writer import SCOPES, NotLoweredError
 from amct.pytorch.onnx.torch_exporter import exported_by_torch, original_names, root_cause
 from amct.pytorch.user_model import as_array
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
-    from onnx import ModelProto
-    from torch import nn
+    from onnx import ModelProto, NodeProto
     from torch.export import ExportedProgram
 
     from amct.export.onnx.kept_weights import KeptWeights
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.folding import Fused
     from amct.pytorch.inputs import IoNames
+
 
 logger = logging.getLogger(__name__)
 
@@ -184,3 +188,193 @@ def _names_in(
         if name in existing:
             found[origin] = name
     return found
+
+
+_WEIGHTED = (*sorted(WITH_BIAS), "MatMul")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placed:
+    """The graph with its layers named and completed.
+
+    Attributes:
+        model: The model; the values of ``parameters`` are not stored yet.
+        parameters: Initializers created here, by name.
+        nodes: The nodes of each layer, by name.
+        replaced: For every removed tensor, the tensor that now has its values.
+        changed: Tensors whose values differ from the program: outputs of layers with a folded batch norm.
+    """
+
+    model: ModelProto
+    parameters: Mapping[str, torch.Tensor]
+    nodes: Mapping[str, Sequence[str]]
+    replaced: Mapping[str, str]
+    changed: Collection[str]
+
+
+def place_layers(model: ModelProto, fused: Fused, kinds: Mapping[str, LayerKind], calls: Mapping[str, int]) -> Placed:
+    """Name and complete the nodes of the layers, and remove the folded batch norms.
+
+    ``calls``: how often each layer is called.
+
+    Raises:
+        ExportError: a layer has no node of its kind, or several.
+    """
+    placing = _Placing(model)
+    nodes = _nodes_by_module(placing.graph, {*kinds, *fused.fusions, *fused.fusions.values()})
+    named: dict[str, list[str]] = {}
+    unused = {layer for layer in fused.fusions if layer not in kinds and not nodes[layer]}  # no output depends on them
+    for layer in dict.fromkeys([*kinds, *fused.fusions]):
+        if layer in unused:
+            continue
+        operators = kinds[layer].operators if layer in kinds else _WEIGHTED
+        own = _main_nodes(layer, nodes[layer], operators, calls.get(layer, 1))
+        for call, node in enumerate(own):
+            placing.graph.rename_node(node, further_node(layer, call) if call else layer)
+            placing.complete(node, own, layer, layer_module(fused.model, layer))
+        named[layer] = [node.name for node in own]
+    for norm in fused.fusions.values():
+        is_gone = isinstance(fused.model.get_submodule(norm), nn.Identity)  # else it still has its activation
+        gone = [node for node in nodes[norm] if is_gone or node.op_type == "BatchNormalization"]
+        for of_one_call in _by_operation(gone):
+            placing.bypass_norm(of_one_call)
+    for node in [node for node in placing.graph.nodes if node.op_type == "Identity"]:
+        placing.bypass(node.input[0], node.output[0], [node])
+    return Placed(
+        model=placing.graph.build(),
+        parameters=placing.parameters,
+        nodes=named,
+        replaced=placing.replaced,
+        changed=placing.changed,
+    )
+
+
+def _nodes_by_module(graph: OnnxGraph, modules: set[str]) -> dict[str, list[NodeProto]]:
+    found: dict[str, list[NodeProto]] = {module: [] for module in modules}
+    for node in graph.nodes:
+        for module in modules.intersection(map(layer_name, _scopes(node))):
+            found[module].append(node)
+    return found
+
+
+def _scopes(node: NodeProto) -> list[str]:
+    """The modules whose calls contain a node, outermost first, and the operation of the program that it is made of."""
+    text = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "[]")
+    scopes: list[str] = ast.literal_eval(text)
+    return scopes
+
+
+def _by_operation(nodes: Iterable[NodeProto]) -> list[list[NodeProto]]:
+    """The nodes of each operation of the program: of each call of a batch norm."""
+    found: dict[str, list[NodeProto]] = {}
+    for node in nodes:
+        found.setdefault(_scopes(node)[-1], []).append(node)
+    return list(found.values())
+
+
+def _main_nodes(layer: str, nodes: Iterable[NodeProto], operators: tuple[str, ...], calls: int) -> list[NodeProto]:
+    """The node of each call of a layer; a call whose result is not used has none."""
+    found = [node for node in nodes if node.op_type in operators]
+    if not 1 <= len(found) <= calls:
+        expected = "one" if calls == 1 else f"1 to {calls}"
+        raise ExportError(
+            f'layer "{layer}": expected {expected} {" or ".join(operators)} in the exported graph, found '
+            f"{', '.join(node.op_type for node in nodes) or 'nothing'}; skip the layer"
+        )
+    return found
+
+
+def _recurrent_parameters(module: nn.RNNBase) -> tuple[Tensor, Tensor, Tensor | None]:
+    """W ``[1, gates · hidden, input]``, R ``[1, gates · hidden, hidden]``, B ``[1, 2 · gates · hidden]`` or None."""
+    order = (LayerKind.LSTM if isinstance(module, nn.LSTM) else LayerKind.GRU).onnx_gates
+    weights = [reorder_gates(getattr(module, name).detach(), order) for name in ("weight_ih_l0", "weight_hh_l0")]
+    if not module.bias:
+        return weights[0][None], weights[1][None], None
+    biases = [reorder_gates(getattr(module, name).detach(), order) for name in ("bias_ih_l0", "bias_hh_l0")]
+    return weights[0][None], weights[1][None], torch.cat(biases)[None]
+
+
+class _Placing:
+    def __init__(self, model: ModelProto) -> None:
+        self.graph = OnnxGraph(model)
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.replaced: dict[str, str] = {}
+        self.changed: set[str] = set()
+
+    # -- layers ----------------------------------------------------------------------------------------------------
+
+    def complete(self, node: NodeProto, nodes: Sequence[NodeProto], layer: str, module: nn.Module) -> None:
+        """Give a main node of a layer its weight and bias as initializers; ``nodes`` are all of the layer."""
+        if isinstance(module, nn.RNNBase):
+            for index, (name, tensor) in enumerate(zip("WRB", _recurrent_parameters(module), strict=True), start=1):
+                self._put(node, index, f"{layer}.{name}", tensor)
+            self.graph.set_attribute(node, "hidden_size", module.hidden_size)
+        elif node.op_type == "MatMul":
+            self._complete_product(node, nodes, layer, module)
+        elif node.op_type in _WEIGHTED:
+            for index, name in ((1, "weight"), (2, "bias")):
+                self._put(node, index, f"{layer}.{name}", getattr(module, name))
+
+    def _complete_product(self, node: NodeProto, nodes: Sequence[NodeProto], layer: str, module: nn.Module) -> None:
+        """Complete a MatMul (a linear layer on more than two dimensions), which reads the weight transposed."""
+        transpose = self.graph.producer(node.input[1])
+        own = {id(self.graph.producer(each.input[1])) for each in nodes}
+        if transpose is not None and any(id(user) not in own for user in self.graph.consumers(transpose.input[0])):
+            return  # shared with an embedding: transposing at run time keeps one copy in the file
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        self._put(node, 1, f"{layer}.weight_transposed", weight.detach().t())
+
+    def _put(self, node: NodeProto, index: int, name: str, tensor: torch.Tensor | None) -> None:
+        """Store a parameter under a name and make it an input of a node; without a tensor the input is removed."""
+        if tensor is None:
+            if len(node.input) > index:
+                self.graph.set_input(node, index, "")
+            while node.input and not node.input[-1]:
+                del node.input[-1]
+        elif len(node.input) <= index or node.input[index] != name:
+            self.parameters[name] = tensor
+            self.graph.set_initializer(name, as_array(tensor.flatten()[:0]))
+            self.graph.set_input(node, index, name)
+
+    # -- removed nodes ---------------------------------------------------------------------------------------------
+
+    def bypass_norm(self, nodes: Sequence[NodeProto]) -> None:
+        """Connect all readers of a batch norm to its input."""
+        graph = self.graph
+        nodes = [node for node in nodes if not self._is_shared_constant(node, nodes)]
+        made = {output for node in nodes for output in node.output}
+        reads = {name for node in nodes for name in node.input if name and name not in made}
+        inside = {id(node) for node in nodes}
+        written = [
+            name
+            for name in made
+            if graph.is_output(name) or any(id(user) not in inside for user in graph.consumers(name))
+        ]
+        sources = [name for name in reads if not graph.is_constant(name)]
+        assert len(sources) == len(written) == 1  # a batch norm has one input and one output
+        self.changed.add(sources[0])
+        self.bypass(sources[0], written[0], nodes)
+
+    def _is_shared_constant(self, node: NodeProto, nodes: Sequence[NodeProto]) -> bool:
+        """Whether others than ``nodes`` read a constant: torch stores equal ones once, such as two equal epsilons."""
+        inside = {id(other) for other in nodes}
+        readers = [user for name in node.output for user in self.graph.consumers(name)]
+        return node.op_type == "Constant" and any(id(user) not in inside for user in readers)
+
+    def bypass(self, source: str, target: str, nodes: Sequence[NodeProto]) -> None:
+        """Remove nodes that copy ``source`` to ``target`` unchanged; a graph output keeps its name."""
+        graph = self.graph
+        stays = graph.is_output(target) or graph.is_captured(target)
+        if stays and nodes[0].op_type == "Identity":
+            return
+        for user in graph.consumers(target):
+            for index, name in enumerate(user.input):
+                if name == target and not stays:
+                    graph.set_input(user, index, source)
+        for node in nodes:
+            graph.remove_node(node)
+        if stays:
+            graph.add_node("Identity", graph.fresh_name(f"{target}_output"), [source], [target])
+        else:
+            self.replaced[target] = source

@@ -6,8 +6,7 @@ import math
 
 import torch
 
-from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
-from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
+from amct.pytorch.onnx.lowering.writer import NotLoweredError, Number, Value, Writer, rule
 
 Operand = Value | Number | torch.SymInt
 """A tensor, a number of the program, or a size."""

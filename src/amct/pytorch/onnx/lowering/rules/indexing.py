@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
 from amct.pytorch.onnx.lowering.rules.elementwise import Operand, as_value
 from amct.pytorch.onnx.lowering.rules.shaping import expanded_to
-from amct.pytorch.onnx.lowering.writer import Value, Writer, broadcast, is_static, static
+from amct.pytorch.onnx.lowering.writer import NotLoweredError, Value, Writer, broadcast, is_static, rule, static
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
-from amct.pytorch.onnx.lowering.writer import Size, static
+from amct.pytorch.onnx.lowering.writer import NotLoweredError, Size, rule, static
 
 if TYPE_CHECKING:
     from amct.pytorch.onnx.lowering.writer import Number, Value, Writer

@@ -10,9 +10,8 @@ import torch
 from amct.errors import ExportError
 from amct.model.kinds import LayerKind
 from amct.numerics.arq import reorder_gates
-from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
 from amct.pytorch.onnx.lowering.rules.shaping import expanded_to
-from amct.pytorch.onnx.lowering.writer import Value, Writer, broadcast, is_static
+from amct.pytorch.onnx.lowering.writer import NotLoweredError, Value, Writer, broadcast, is_static, rule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

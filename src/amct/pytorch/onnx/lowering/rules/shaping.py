@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
-from amct.pytorch.onnx.lowering.writer import Size, Value, Writer, same_shape, static
+from amct.pytorch.onnx.lowering.writer import NotLoweredError, Size, Value, Writer, rule, same_shape, static
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
 from amct.pytorch.onnx.lowering.rules.products import transposed
-from amct.pytorch.onnx.lowering.writer import Size, is_static, static
+from amct.pytorch.onnx.lowering.writer import NotLoweredError, Size, is_static, rule, static
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -330,5 +329,5 @@ def interpolated(
     factors = _factors(x, scale_factors, scales_d, scales_h, scales_w)
     settings: dict[str, Any] = {"mode": "cubic", "cubic_coeff_a": -0.75} if "cubic" in operator else {"mode": "linear"}
     if align_corners:
-        return _resized(to, x, None, coordinate_transformation_mode="align_corners", **settings)
-    return _resized(to, x, factors, coordinate_transformation_mode="half_pixel", **settings)
+        return _resized(to, x, None, **settings, coordinate_transformation_mode="align_corners")
+    return _resized(to, x, factors, **settings, coordinate_transformation_mode="half_pixel")
