@@ -101,7 +101,8 @@ def other_format(
     Raises:
         ExportError: A layer has no ONNX form, or the exporter rejects the model.
     """
-    parts = _Parts.of(net, record, opset, KeptWeights())
+    kept = KeptWeights()  # owns the weights until the exporter has read them
+    parts = _Parts.of(net, record, opset, kept)
     request = ExportRequest(
         model=parts.exported.model, bindings=parts.bindings, factors=parts.factors, tensors=tensors, options=options
     )
