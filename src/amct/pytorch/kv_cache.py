@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from amct import atomic, log
 from amct.arguments import FILE, check_types, output_file
 from amct.atomic import read_bytes
-from amct.calibration import ALONE, CalibrationSession, RecordFiles, all_ranks
+from amct.calibration import CalibrationSession, RecordFiles, all_ranks
 from amct.calibration.layer_records import kv_cache_entries, kv_cache_stream
 from amct.calibration.session import OUTPUT
 from amct.config.layers import LayerInfo, LayerList
@@ -56,15 +56,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from amct.calibration import CalibrationResult, Ranks
+    from amct.calibration import CalibrationResult
     from amct.config.full_config import FullConfig
-    from amct.config.ptq.kv_cache import KvCacheLayerPlan, KvCachePlan
+    from amct.config.ptq.kv_cache import KvCacheLayerPlan
     from amct.pytorch.layer_hooks import Arguments
-    from amct.record import Progress
 
 
 logger = logging.getLogger(__name__)
 
+KV_CACHE_QUANT = "kv_cache_quant"
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the latter only
 AnyPath = str | os.PathLike[str]
 
 
@@ -137,12 +138,21 @@ def create_quant_cali_model(config_file: AnyPath, record_file: AnyPath, model: n
     ranks.need_a_batch_each(min(layer.batch_num for layer in plan.layers))
     files = RecordFiles(path, writes=ranks.is_first)
 
+    undo: list[Callable[[], None]] = []
+
     def end(result: CalibrationResult) -> None:
         files.complete(Record(kv_cache=kv_cache_entries(result)))
         if ranks.is_first:
             logger.info("wrote %s", path)
+        for step in undo:
+            step()
 
-    session = watch_outputs(model, plan, record=os.fspath(path), on_progress=files.note, on_end=end, ranks=ranks)
+    session = CalibrationSession(map(kv_cache_stream, plan.layers), on_progress=files.note, on_end=end, ranks=ranks)
+    watch = _Watch(session)
+    hooks = {layer.name: partial(watch.observe, layer.name) for layer in plan.layers}
+    undo += [model.get_submodule(name).register_forward_hook(hook).remove for name, hook in hooks.items()]
+    undo.append(run_own_model_in_context(model, watch.forward))
+    finalize(model, _warn_if_incomplete, session, os.fspath(path))
     files.begin(Record(), session.progress)
     return model
 
@@ -177,46 +187,7 @@ def _config(
     return default_config(layers, quant_layers)
 
 
-logger = logging.getLogger(__name__)
-
-
-def watch_outputs(
-    model: nn.Module,
-    plan: KvCachePlan,
-    *,
-    record: str,
-    on_progress: Callable[[Mapping[str, Progress]], None],
-    on_end: Callable[[CalibrationResult], None],
-    ranks: Ranks = ALONE,
-) -> CalibrationSession:
-    """Observe the outputs of the planned layers in each forward of the model, until each has its batches.
-
-    Args:
-        model: the user's model; its hooks are removed when the calibration ends.
-        plan: the layers and their settings.
-        record: the name of the record file, for messages.
-        on_progress: called after each forward except the last, with (observed, needed) batches of every layer.
-        on_end: called once, with the result.
-        ranks: the processes that calibrate together.
-    """
-    undo: list[Callable[[], None]] = []
-
-    def end(result: CalibrationResult) -> None:
-        on_end(result)
-        for step in undo:
-            step()
-
-    session = CalibrationSession(map(kv_cache_stream, plan.layers), on_progress=on_progress, on_end=end, ranks=ranks)
-    watch = _Watch(session)
-    for layer in plan.layers:
-        hook = _OutputHook(watch, layer.name)
-        undo.append(model.get_submodule(layer.name).register_forward_hook(hook).remove)
-    undo.append(run_own_model_in_context(model, watch.forward))
-    finalize(model, warn_if_incomplete, session, record)
-    return session
-
-
-def warn_if_incomplete(session: CalibrationSession, record: str) -> None:
+def _warn_if_incomplete(session: CalibrationSession, record: str) -> None:
     """Log the layers that still need batches; called when the model is deleted or the program ends."""
     session.close()
     if missing := session.missing():
@@ -248,37 +219,23 @@ class _Watch:
             with self.session.batch():
                 yield
 
-
-class _OutputHook:
-    """A forward hook that observes the output of a layer."""
-
-    def __init__(self, watch: _Watch, layer: str) -> None:
-        self.watch = watch
-        self.layer = layer
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """Observe the output; a forward hook."""
+    def observe(self, layer: str, _: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """Observe the output of a layer; a forward hook."""
         del args
-        if self.watch.session is None:
+        if self.session is None:
             return
         if not isinstance(output, Tensor):
             raise CalibrationError(
-                f'layer "{self.layer}": the output is a {type(output).__name__}, expected a tensor; call a '
+                f'layer "{layer}": the output is a {type(output).__name__}, expected a tensor; call a '
                 "QuantCalibrationOp on the tensor that goes to the cache instead"
             )
-        with hidden_from_modes():
-            observe_output(self.watch.session, self.layer, output)
+        _observe(self.session, layer, output)
 
 
-def observe_output(session: CalibrationSession, layer: str, output: Tensor) -> None:
+def _observe(session: CalibrationSession, layer: str, output: Tensor) -> None:
     """Pass one tensor on its way to the cache to a session."""
-    session.observe(layer, output.detach(), OUTPUT)
-
-
-logger = logging.getLogger(__name__)
-
-KV_CACHE_QUANT = "kv_cache_quant"
-_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the latter only
+    with hidden_from_modes():
+        session.observe(layer, output.detach(), OUTPUT)
 
 
 class QuantCalibrationOp(nn.Module):
@@ -365,8 +322,7 @@ class _Calibration:
         check_types("QuantCalibrationOp", {"layer_name": (layer, (str,)), "tensor": (tensor, (Tensor,))})
         if layer not in self._sessions:
             self._sessions[layer] = self._new_session(layer)
-        with hidden_from_modes():
-            observe_output(self._sessions[layer], layer, tensor)
+        _observe(self._sessions[layer], layer, tensor)
 
     def _new_session(self, layer: str) -> CalibrationSession:
         session = CalibrationSession(
@@ -375,7 +331,7 @@ class _Calibration:
             show_bar=False,
             ranks=self._ranks,
         )
-        finalize(self, warn_if_incomplete, session, os.fspath(self._record))
+        finalize(self, _warn_if_incomplete, session, os.fspath(self._record))
         return session
 
 

@@ -139,8 +139,7 @@ class ChainFinder:
         if kind in _PASSING or (kind in _RESIZING and argument(operation, 1) is None):
             return self._passed(operation)
         if kind in ("flatten", "view", "reshape") and self._drops_positions(operation):
-            tensor = self._of(operation.operand(0))
-            return _Tensor(tensor.carried, axis=-1, made_by=tensor.made_by)
+            return replace(self._of(operation.operand(0)), axis=-1, matrix=False, pooled=False)
         if kind == "add":
             return self._added(operation)
         if kind in ("cat", "concat", "concatenate"):
@@ -153,7 +152,7 @@ class ChainFinder:
         if operation.kind == _GLOBAL_POOL:
             shape = operation.results[0].shape or ()
             pooled = len(shape) == 4 and shape[-2:] == (1, 1)
-        return _Tensor(tensor.carried, tensor.axis, tensor.made_by, tensor.matrix, pooled)
+        return replace(tensor, pooled=pooled)
 
     def _drops_positions(self, operation: Operation) -> bool:
         """Whether a reshaping behind global average pooling only drops the two axes of size 1."""
@@ -241,7 +240,7 @@ class ChainFinder:
                 self._end(tensor, f'"{path}" normalizes another axis than that of its channels')
         else:
             self._consume(tensor, path, "BatchNormalization")
-        return _Tensor(tensor.carried, tensor.axis, tensor.made_by, tensor.matrix)
+        return replace(tensor, pooled=False)
 
     # -- joining -------------------------------------------------------------------------------------------------------
 
@@ -255,7 +254,7 @@ class ChainFinder:
         first, second = (tensor.carried[0].chain for tensor in tensors)
         if first is not second:
             self._merge(first, second)
-        return _Tensor(tensors[0].carried, tensors[0].axis, "add")
+        return _Tensor(tensors[0].carried, tensors[0].axis, made_by="add")
 
     def _merge(self, first: Chain, second: Chain) -> None:
         if max(first.prune_group, second.prune_group) % min(first.prune_group, second.prune_group):
@@ -345,44 +344,37 @@ def chain_skips(
     return tuple(Skip(name, reason) for name, reason in reasons.items() if name not in sparse)
 
 
-def removed_count(chain: Chain, plan: PrunePlan) -> int:
-    """How many channels of a chain its plan removes."""
+def remaining_count(chain: Chain, plan: PrunePlan) -> int:
+    """How many channels of a chain its plan leaves."""
     layers = {layer.name: layer.settings for layer in plan.filters}
     settings = (layers[link.name] for link in chain.producers)
     filters = [each for each in settings if isinstance(each, FilterPruneSettings)]
-    remain = remaining_channels(
+    return remaining_channels(
         chain.size,
         min(each.prune_ratio for each in filters),
         ascend=any(each.ascend_optimized for each in filters),
         groups=chain.prune_group,
     )
-    return max(chain.size - remain, 0)
 
 
 def chosen_chains(traced: Traced, plan: PrunePlan, chains: Sequence[Chain]) -> list[PruneRecord]:
     """The chains of a record, with the channels that the plan removes; one that loses none has no ``prune_index``."""
     found = []
     for chain in chains:
-        if chain.ended is not None:
-            continue
-        modules = [traced.model.get_submodule(link.name) for link in chain.producers]
-        weights = [module.weight for module in modules if isinstance(module, (nn.Conv2d, nn.Linear))]
-        remain = chain.size - removed_count(chain, plan)
-        removed = lowest_channels(balanced_l2_scores(weights), remain, chain.prune_group)
-        found.append(
-            PruneRecord(
-                producers=tuple(_node(link, removed, chain.prune_group) for link in chain.producers),
-                consumers=tuple(_node(link, removed, chain.prune_group) for link in chain.consumers),
+        if chain.ended is None:
+            modules = [traced.model.get_submodule(link.name) for link in chain.producers]
+            weights = [module.weight for module in modules if isinstance(module, (nn.Conv2d, nn.Linear))]
+            remain, group = remaining_count(chain, plan), chain.prune_group
+            removed = lowest_channels(balanced_l2_scores(weights), remain, group)
+            producers, consumers = (
+                tuple(_node(link, removed, group) for link in links) for links in (chain.producers, chain.consumers)
             )
-        )
+            found.append(PruneRecord(producers=producers, consumers=consumers))
     return found
 
 
 def _node(link: Link, removed: Sequence[int], prune_group: int) -> PruneNode:
-    more: dict[str, int] = {}
-    if link.group > 1:
-        more["group"] = link.group
-    if prune_group > 1:
-        more["prune_group"] = prune_group
+    groups = {"group": link.group, "prune_group": prune_group}
+    more = {name: count for name, count in groups.items() if count > 1}
     shifted = [index + link.begin for index in removed]
     return PruneNode.channels(link.name, link.type, link.begin, link.end, shifted, **more)

@@ -11,7 +11,7 @@ import torch
 from amct.errors import ModelError, RecordError
 from amct.model import Skip
 from amct.numerics.settings import SelectivePruneSettings
-from amct.pytorch.pruning.amct_chains import chain_skips, chosen_chains, find_chains, removed_count
+from amct.pytorch.pruning.amct_chains import chain_skips, chosen_chains, find_chains, remaining_count
 from amct.pytorch.pruning.compensation import compensate
 from amct.pytorch.pruning.cutting import cut_channels
 from amct.pytorch.pruning.measuring import measure_inputs
@@ -96,7 +96,7 @@ def _check_indices(records: Sequence[PruneRecord], chains: Sequence[Chain], plan
     """Check that every chain of the config is in the record, with as many channels as its layers lose together."""
     by_name = {node.name: record for record in records for node in record.producers}
     for chain in chains:
-        removed, first = removed_count(chain, plan), chain.producers[0].name
+        removed, first = chain.size - remaining_count(chain, plan), chain.producers[0].name
         found = by_name.get(first)
         if removed and (found is None or not found.node(first).prune_index):
             raise RecordError(

@@ -18,7 +18,7 @@ from amct.errors import RecordError, did_you_mean
 from amct.record import PruneNode, PruneRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -156,75 +156,76 @@ def cut_channels(model: nn.Module, chains: Iterable[PruneRecord], source: str = 
     Raises:
         RecordError: A chain does not fit the model; the model was not changed.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    cuts: dict[str, _ModuleCut] = {}
-    tensors: dict[tuple[str, int], set[int]] = {}
+    cuts = _Cuts(model)
     for chain in chains:
         for node in chain.producers:
-            _note(node, modules, cuts, tensors, model, f'{source}: producer "{node.name}"', produces=True)
+            cuts.note(node, f'{source}: producer "{node.name}"', produces=True)
         for node in chain.consumers:
-            _note(node, modules, cuts, tensors, model, f'{source}: consumer "{node.name}"', produces=False)
-    for name, cut in cuts.items():
+            cuts.note(node, f'{source}: consumer "{node.name}"', produces=False)
+    for name, cut in cuts.of_modules.items():
         _check_groups(name, cut, source)
     with torch.no_grad():
-        for cut in cuts.values():
+        for cut in cuts.of_modules.values():
             _cut_module(cut)
-        for (name, axis), positions in tensors.items():
+        for (name, axis), positions in cuts.of_tensors.items():
             path, _, leaf = name.rpartition(".")
-            _replace(modules[path], leaf, axis, positions)
+            _replace(cuts.modules[path], leaf, axis, positions)
 
 
-def _note(
-    node: PruneNode,
-    modules: Mapping[str, nn.Module],
-    cuts: dict[str, _ModuleCut],
-    tensors: dict[tuple[str, int], set[int]],
-    model: nn.Module,
-    where: str,
-    *,
-    produces: bool,
-) -> None:
-    """Check a node against the model and note what it removes."""
-    axis = node.whole("axis")
-    if node.kind == PARAMETER and axis is not None:
-        stored = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-        if node.name not in stored or not 0 <= axis < stored[node.name].ndim:
-            raise RecordError(f"{where}: the model has no parameter with this name and axis {axis}")
-        positions = _positions(node, stored[node.name].shape[axis], where)
-        tensors.setdefault((node.name, axis), set()).update(positions)
-        return
-    module = modules.get(node.name)
-    if module is None:
-        raise RecordError(f"{where}: the model has no such layer.{did_you_mean(node.name, list(modules))}")
-    known = node_type(module)
-    if known == PARAMETER or (node.kind is not None and node.kind not in (known, "MatMul")):
-        raise RecordError(f"{where}: the record says {node.kind}, the model has {type(module).__name__}")
-    inputs, outputs = channel_counts(module)
-    follows = _follows_input(module)
-    cut = cuts.setdefault(node.name, _ModuleCut(module))
-    if produces:
-        if follows:
-            raise RecordError(f"{where}: {type(module).__name__} makes no channels of its own")
-        cut.outputs.update(_positions(node, outputs, where))
-    else:
-        positions = _positions(node, inputs, where)
-        cut.inputs.update(positions)
-        if follows:
-            each = outputs // inputs
-            cut.outputs.update(position * each + offset for position in positions for offset in range(each))
+class _Cuts:
+    """What the chains of a record remove from a model: from its modules, and from tensors along an axis."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self.tensors.update(model.named_buffers(remove_duplicate=False))
+        self.of_modules: dict[str, _ModuleCut] = {}
+        self.of_tensors: dict[tuple[str, int], set[int]] = {}
+
+    def note(self, node: PruneNode, where: str, *, produces: bool) -> None:
+        """Check a node against the model and note what it removes."""
+        axis = node.whole("axis")
+        if node.kind == PARAMETER and axis is not None:
+            if node.name not in self.tensors or not 0 <= axis < self.tensors[node.name].ndim:
+                raise RecordError(f"{where}: the model has no parameter with this name and axis {axis}")
+            positions = _positions(node, self.tensors[node.name].shape[axis], where)
+            self.of_tensors.setdefault((node.name, axis), set()).update(positions)
+            return
+        module = self.modules.get(node.name)
+        if module is None:
+            raise RecordError(f"{where}: the model has no such layer.{did_you_mean(node.name, list(self.modules))}")
+        known = node_type(module)
+        if known == PARAMETER or (node.kind is not None and node.kind not in (known, "MatMul")):
+            raise RecordError(f"{where}: the record says {node.kind}, the model has {type(module).__name__}")
+        inputs, outputs = channel_counts(module)
+        follows = _follows_input(module)
+        cut = self.of_modules.setdefault(node.name, _ModuleCut(module))
+        if produces:
+            if follows:
+                raise RecordError(f"{where}: {type(module).__name__} makes no channels of its own")
+            cut.outputs.update(_positions(node, outputs, where))
+        else:
+            positions = _positions(node, inputs, where)
+            cut.inputs.update(positions)
+            if follows:
+                each = outputs // inputs
+                cut.outputs.update(position * each + offset for position in positions for offset in range(each))
+
+
+_COUNTS = (
+    ("in_channels", "out_channels"),
+    ("in_features", "out_features"),
+    *((name, name) for name in ("num_features", "num_channels", "num_parameters", "embedding_dim")),
+)
+"""The attributes of modules that have the numbers of input and output channels."""
 
 
 def channel_counts(module: nn.Module) -> tuple[int, int]:
     """The numbers of input and output channels of a module that can be cut."""
-    for names in (("in_channels", "out_channels"), ("in_features", "out_features")):
-        if hasattr(module, names[0]):
-            return int(getattr(module, names[0])), int(getattr(module, names[1]))
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return int(module.normalized_shape[-1]), int(module.normalized_shape[-1])
-    name = next(
-        key for key in ("num_features", "num_channels", "num_parameters", "embedding_dim") if hasattr(module, key)
-    )
-    return int(getattr(module, name)), int(getattr(module, name))
+    inputs, outputs = next(names for names in _COUNTS if hasattr(module, names[0]))
+    return int(getattr(module, inputs)), int(getattr(module, outputs))
 
 
 def _follows_input(module: nn.Module) -> bool:
