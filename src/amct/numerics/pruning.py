@@ -178,23 +178,9 @@ def two_of_four_mask(weight: Tensor, axis: int) -> Tensor:
     channels = weight.shape[axis]
     if channels <= KEPT:
         return torch.ones_like(weight)
-    groups = _groups(weight.detach().abs(), axis)
+    moved = weight.detach().abs().movedim(axis, -1)
+    groups = torch.nn.functional.pad(moved, (0, -channels % GROUP)).unflatten(-1, (-1, GROUP))
     # Equal magnitudes: the earlier weight is kept. NaN counts as large, so that it is not hidden.
     order = torch.argsort(groups, dim=-1, descending=True, stable=True)[..., :KEPT]
     mask = torch.zeros_like(groups).scatter_(-1, order, 1.0)
     return mask.flatten(-2)[..., :channels].movedim(-1, axis).contiguous()
-
-
-def broken_groups(weight: Tensor, axis: int) -> int:
-    """The number of groups in which more than two of four weights are not zero."""
-    if weight.shape[axis] <= KEPT:
-        return 0
-    return int(((_groups(weight, axis) != 0).sum(dim=-1) > KEPT).sum())
-
-
-def _groups(weight: Tensor, axis: int) -> Tensor:
-    """The weight with the axis last, padded with zeros, in groups of four."""
-    moved = weight.movedim(axis, -1)
-    missing = -moved.shape[-1] % GROUP
-    padded = torch.nn.functional.pad(moved, (0, missing))
-    return padded.reshape(*padded.shape[:-1], -1, GROUP)
