@@ -138,9 +138,8 @@ class SaveRequest:
 
     Attributes:
         where: The folder, which is writable, and the prefix.
-        formats: The names of the exported models.
+        formats: The names of the formats, and of the record.
         options: Options of the QDQ file.
-        with_record: Whether the factors are written too.
         opset: The opset of the ONNX files; None: the default of the front door.
         record_file: The file that the factors were read from, which ``quant.json`` names.
     """
@@ -149,8 +148,12 @@ class SaveRequest:
     formats: tuple[str, ...] = ("deploy", "fake_quant", "qdq")
     opset: int | None = None
     options: ExportOptions = field(default_factory=ExportOptions)
-    with_record: bool = False
     record_file: Path | None = None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The formats without the record."""
+        return tuple(name for name in self.formats if name != RECORD)
 
     def related(self) -> dict[str, RelatedFile]:
         """The files that belong to the save without being part of it.
@@ -182,8 +185,7 @@ class SaveRequest:
         check_formats(names)
         return cls(
             where=where,
-            formats=tuple(name for name in dict.fromkeys(names) if name != RECORD),
+            formats=tuple(sorted(dict.fromkeys(names), key=lambda name: name == RECORD)),
             options=options,
-            with_record=RECORD in names,
             opset=opset,
         )

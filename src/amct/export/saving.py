@@ -12,9 +12,10 @@ from amct.errors import ExportError
 from amct.export.binding import bindings_by_name
 from amct.export.check.checking import FileToCheck, OnnxCheck
 from amct.export.fake_quant import fake_quant_model
-from amct.export.formats import ExportedModel, ExportRequest, export
+from amct.export.formats import ExportedFiles, ExportedModel, ExportRequest, export
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
+from amct.export.request import RECORD
 from amct.export.writer import add_exported, warn_of_replaced
 from amct.memory import give_back_freed
 from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
@@ -58,8 +59,9 @@ class ModelFiles(Protocol):
             ExportError: the file cannot be used.
         """
 
-    def others(self) -> Mapping[Path, Sequence[bytes | memoryview]]:
-        """The files beside those of the formats, such as the record: by path, the content in parts."""
+    @property
+    def further(self) -> Mapping[Path, bytes]:
+        """Files beside those of the formats, by path."""
 
     def document(self, reports: Mapping[str, ExportReport]) -> QuantJson:
         """The content of ``quant.json`` but for the files; ``reports`` has what was exported by format."""
@@ -91,10 +93,9 @@ def save_files(files: ModelFiles) -> list[Path]:
                 add_exported(group, request.where, name, repaired)
                 file, repaired = replace(file, report=repaired.report), None
             saved.append(file)
-        for path, content in files.others().items():
-            with group.open(path) as stream:
-                stream.writelines(content)
-        if request.formats:
+        for path, content in files.further.items():
+            group.write_bytes(path, content)
+        if request.models:
             document = files.document({file.format: file.report for file in saved})
             document = replace(
                 document,
@@ -126,11 +127,11 @@ def _written(group: FileGroup, request: SaveRequest, name: str, exported: Export
 
 
 def _file_entry(file: FileToCheck, check: FileCheck | None) -> FileEntry:
-    """The quant.json entry of the file of a format; the first of several is listed by what it is."""
-    several = bool(file.beside) and not file.is_model
+    """The quant.json entry of the file of a format; a record and the first of several files are listed by suffix."""
+    by_suffix = file.format == RECORD or (file.beside and not file.is_model)
     report = file.report
     return FileEntry(
-        format=file.target.suffix.lstrip(".") if several else file.format,
+        format=file.target.suffix.lstrip(".") if by_suffix else file.format,
         tensors=report.tensors,
         rescaled=report.rescaled,
         skipped=report.skipped,
@@ -201,22 +202,18 @@ class OnnxFiles:
         return exported
 
     def export(self, name: str) -> Exported:
-        """The model in one format."""
-        return export(name, self._quantized, keep_weights=True)
+        """The model in one format, or the record with the parameters of the tensors between layers."""
+        return self._record_files() if name == RECORD else export(name, self._quantized, keep_weights=True)
+
+    def _record_files(self) -> ExportedFiles:
+        files = {"record.txt": [encode_record(self.record, "text")]}
+        if self.tensors is not None:
+            files[str(tensor_factors_path("record.txt"))] = [tensor_factors_text(self.tensors).encode()]
+        return ExportedFiles(files=files)
 
     def check(self, file: FileToCheck) -> tuple[FileCheck | None, ExportedModel | None]:
         """Run a written file, if it is a model."""
         return (None, None) if self._check is None or not file.is_model else self._check.check(file)
-
-    def others(self) -> Mapping[Path, Sequence[bytes]]:
-        """The record with the factors of the tensors between layers, and further files."""
-        found = {path: [content] for path, content in self.further.items()}
-        if self.request.with_record:
-            path = self.request.where.file("record.txt")
-            found[path] = [encode_record(self.record, "text")]
-            if self.tensors is not None:
-                found[tensor_factors_path(path)] = [tensor_factors_text(self.tensors).encode()]
-        return found
 
     def document(self, reports: Mapping[str, ExportReport]) -> QuantJson:
         """The layers with their nodes in each file."""

@@ -222,7 +222,7 @@ class Preparation(ABC):
         """The model as files."""
         return OnnxFiles(
             request=request,
-            model=self.float_model(request.opset) if request.formats else None,
+            model=self.float_model(request.opset) if request.models else None,
             record=record,
             tensors=tensors,
             reference=reference,

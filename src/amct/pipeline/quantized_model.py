@@ -165,7 +165,7 @@ class QuantizedModel:
         if not all_ranks().is_first:
             return []
         compared = None
-        if check and request.formats:
+        if check and request.models:
             compared = reference(self.prepared, self.record, self._examples, self._seconds)
             free_unused_models(self._weight_bytes)
         return save_files(self.prepared.files(request, self.record, self._tensors, compared))

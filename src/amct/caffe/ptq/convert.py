@@ -15,7 +15,7 @@ from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics, fuse
 from amct.caffe.ptq.graph import record_layers
 from amct.caffe.ptq.quantized_weights import UNIFORM_BITS, given_weights
-from amct.caffe.ptq.save import CaffeFiles, SaveNotes, prefix_of
+from amct.caffe.ptq.save import CAFFE_FORMATS, CaffeFiles, SaveNotes, prefix_of
 from amct.errors import RecordError
 from amct.export.request import SaveRequest
 from amct.export.saving import save_files
@@ -95,8 +95,7 @@ def convert_model(
     )
     request = SaveRequest(
         where=prefix_of(save_path),
-        formats=("fake_quant", "deploy"),
-        with_record=True,
+        formats=CAFFE_FORMATS["Both"],
         record_file=Path(scale_offset_record_file),
     )
     results = Results(model, weights, record, may_raise_scale=False)

@@ -24,7 +24,7 @@ from amct.errors import ArgumentError, ExportError, RecordError
 from amct.export.check.checking import OnnxCheck
 from amct.export.formats import ExportedFiles, ExportedModel
 from amct.export.onnx.kept_weights import KeptWeights
-from amct.export.request import SavePath, SaveRequest
+from amct.export.request import RECORD, SavePath, SaveRequest
 from amct.export.saving import save_files
 from amct.memory import give_back_freed
 from amct.model import Skip
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 AnyPath = str | os.PathLike[str]
 PAIRS = ("fake_quant", "deploy")
 """The formats that are a prototxt and a caffemodel."""
-CAFFE_FORMATS = {"Fakequant": ("fake_quant",), "Deploy": ("deploy",), "Both": PAIRS}
+CAFFE_FORMATS = {"Fakequant": ("fake_quant", RECORD), "Deploy": ("deploy", RECORD), "Both": (*PAIRS, RECORD)}
 
 
 def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
@@ -81,7 +81,6 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     request = SaveRequest(
         where=prefix_of(save_path),
         formats=CAFFE_FORMATS[save_type],
-        with_record=True,
         record_file=graph.calibration_record,
     )
     give_back_freed()  # what calibration needed, more with many batches than with one
@@ -191,8 +190,10 @@ class CaffeFiles:
         inference: Inference | str | None = None,
     ) -> None:
         pairs = [name for name in PAIRS if name in request.formats]  # one of them may be run as the simulation
-        others = [name for name in request.formats if name not in PAIRS]
-        self.request = replace(request, formats=(*pairs, *others))
+        self._with_record = RECORD in request.formats
+        record = [RECORD] if self._with_record or results.equalized else []
+        onnx = [name for name in request.models if name not in PAIRS]
+        self.request = replace(request, formats=(*pairs, *record, *onnx))
         self._results = results
         self._notes = notes
         self._tensors = tensors or {}
@@ -201,11 +202,14 @@ class CaffeFiles:
         self._nets: dict[str, QuantizedNet] = {}
         """The pairs without their weights, so that those of one net at a time are in memory."""
         self._digest: bytes | None = None
+        self.further: Mapping[Path, bytes] = {}
 
     def export(self, name: str) -> Exported | ExportError:
         """A pair, or the net in an ONNX format; an error if it has no ONNX form."""
         if name in PAIRS:
             return self._pair(name)
+        if name == RECORD:
+            return self._record_files()
         if isinstance(self._inference, str):
             return ExportError(self._inference)
         try:
@@ -223,6 +227,16 @@ class CaffeFiles:
         if not is_simulation and isinstance(self._inference, Inference):
             prototxt = format_text(self._inference.results.deploy().model.net)
             files["atc_model.prototxt"] = [prototxt.encode()]
+        return ExportedFiles(files=files)
+
+    def _record_files(self) -> ExportedFiles:
+        """The record as text and as bytes, and the equalized float model to which it belongs."""
+        files: dict[str, Sequence[bytes | memoryview]] = {}
+        if self._results.equalized:
+            files |= pair_files("equalized", self._results.folded_model)
+        if self._with_record:
+            files["quant_param_record.txt"] = [encode_record(self._results.record, "text")]
+            files["quant_param_record.bin"] = [encode_record(self._results.record, "binary")]
         return ExportedFiles(files=files)
 
     @property
@@ -280,16 +294,6 @@ class CaffeFiles:
             digest = self._digest if file.format == "fake_quant" else None
             return None if self._pairs is None else self._pairs.check(file, digest), None
         return (None, None) if not file.is_model or self._onnx_check is None else self._onnx_check.check(file)
-
-    def others(self) -> dict[Path, Sequence[bytes | memoryview]]:
-        """The equalized float model, and the record as text and as bytes."""
-        files: dict[str, Sequence[bytes | memoryview]] = {}
-        if self._results.equalized:
-            files |= pair_files("equalized", self._results.folded_model)
-        if self.request.with_record:
-            files["quant_param_record.txt"] = [encode_record(self._results.record, "text")]
-            files["quant_param_record.bin"] = [encode_record(self._results.record, "binary")]
-        return {self.request.where.file(name): content for name, content in files.items()}
 
     def document(self, reports: Mapping[str, ExportReport]) -> QuantJson:
         """The layers with their blobs in the pairs."""

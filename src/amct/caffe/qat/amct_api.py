@@ -160,7 +160,6 @@ def save_quant_retrain_model(
         where=where,
         formats=(*formats, "qdq") if "deploy" in formats else formats,
         options=TRAINED_AS_IT_IS,
-        with_record=True,
         record_file=record_file,
     )
     save_trained(trained_results(trained, plan, record_file), request)

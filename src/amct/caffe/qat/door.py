@@ -22,7 +22,7 @@ from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_c
 from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
 from amct.caffe.reporting import fused_notes, report_layers
 from amct.errors import ArgumentError, ArgumentTypeError, TrainingError
-from amct.export.request import SavePath, SaveRequest
+from amct.export.request import RECORD, SavePath, SaveRequest
 from amct.model import Skip
 from amct.progress import bar
 from amct.report.content import Figure, TrainedClips, TrainingContent
@@ -244,9 +244,7 @@ class CaffeRetraining:
         record = self.folder / "record.txt"
         self._trained = trained_results(trained, retrain_plan(self.folder / "config.json", trained.model), record)
         where = SavePath.parse(path)
-        request = SaveRequest(
-            where=where, formats=tuple(formats), options=TRAINED_AS_IT_IS, with_record=True, record_file=record
-        )
+        request = SaveRequest(where=where, formats=(*formats, RECORD), options=TRAINED_AS_IT_IS, record_file=record)
         written = save_trained(self._trained, request)
         if "fake_quant" in formats:
             pair = where.file("fake_quant_model.prototxt"), where.file("fake_quant_weights.caffemodel")

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from amct.errors import ExportError
 from amct.export.check.losses import Reference
-from amct.export.request import SaveRequest
+from amct.export.request import RECORD, SaveRequest
 from amct.export.saving import OnnxFiles, save_files
 from amct.pytorch.capture.trace import trace
 from amct.pytorch.folding import fuse
@@ -98,7 +98,7 @@ def save_float(
     traced = traced_plain(model, input_data, io)
     onnx_model, notes = float_model(traced, files.opset)
     written = OnnxFiles(
-        request=SaveRequest(where=where, formats=files.formats, with_record=files.record is not None),
+        request=SaveRequest(where=where, formats=(*files.formats, *([RECORD] if files.record is not None else ()))),
         model=onnx_model,
         record=files.record if files.record is not None else Record(),
         reference=_reference(traced, onnx_model),
