@@ -27,7 +27,7 @@ from rich.table import Table
 from torch.nn import functional
 
 from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, adaround
-from amct.numerics.adaround.soft_rounding import Learning
+from amct.numerics.adaround.rounding import Learning
 from amct.numerics.arq import WeightKind, arq
 from amct.numerics.hfmg import HfmgObserver
 from amct.numerics.ifmr import IfmrObserver

@@ -30,7 +30,7 @@ import amct.caffe as door
 import amct_caffe as amct
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import read_net
-from amct.data.idx import read_idx
+from amct.data.arrays import read_idx
 from amct.data.lmdb import write_lmdb
 from amct.schema import format_text
 from amct_caffe import caffe

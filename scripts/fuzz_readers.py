@@ -38,8 +38,7 @@ from amct.config.ptq import pytorch as ptq_pytorch
 from amct.config.qat import caffe as qat_caffe
 from amct.config.qat import pytorch as qat_pytorch
 from amct.data.lmdb import write_lmdb
-from amct.data.mean import read_mean
-from amct.data.samples import Preparation, open_samples
+from amct.data.samples import Preparation, open_samples, read_mean
 from amct.errors import AmctError
 from amct.export.check.batch import batch_beside, batch_path
 from amct.export.qdq.tensor_factors import read_tensor_factors

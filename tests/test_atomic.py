@@ -466,7 +466,7 @@ def test_a_reader_waits_for_a_living_writer(tmp_path, monkeypatch):
         if len(waits) == 3:
             notice.unlink()
 
-    monkeypatch.setattr("amct.atomic._notices.time.sleep", wait)
+    monkeypatch.setattr("amct.atomic._group.time.sleep", wait)
     assert atomic.read_bytes(tmp_path / "a") == b"old"
     assert len(waits) == 3
 
@@ -480,7 +480,7 @@ def test_a_reader_waits_for_a_living_writer(tmp_path, monkeypatch):
     ids=["living", "foreign"],
 )
 def test_a_reader_does_not_wait_forever(tmp_path, monkeypatch, who, message):
-    monkeypatch.setattr("amct.atomic._notices._PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("amct.atomic._group._PATIENCE_SECONDS", 0.05)
     write_two(tmp_path, "old")
     plant_notice(tmp_path, "a", "b", **who)
     with pytest.raises(FileError, match=message):
@@ -559,7 +559,7 @@ def test_hidden_and_odd_names_are_noticed_too(tmp_path):
 
 
 def test_a_rename_that_fails_in_the_middle_is_noticed_and_the_first_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("amct.atomic._notices._PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("amct.atomic._group._PATIENCE_SECONDS", 0.05)
     write_two(tmp_path, "old")
     replace = os.replace
 
@@ -644,7 +644,7 @@ def test_a_group_without_a_writable_notice_changes_nothing(tmp_path, monkeypatch
     def full(*_: Any, **__: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("amct.atomic._notices.json.dumps", full)
+    monkeypatch.setattr("amct.atomic._group.json.dumps", full)
     with pytest.raises(FileError, match="no space left on device; free some space"):
         write_two(tmp_path, "new")
     assert [(tmp_path / name).read_text() for name in "ab"] == ["old", "old"]
@@ -657,7 +657,7 @@ def test_a_group_without_a_writable_notice_changes_nothing(tmp_path, monkeypatch
 @pytest.mark.parametrize("content", ["", "export PATH\n"])
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "dangling link", "folder", "pipe", "file"])
 def test_what_has_the_name_of_the_lock_but_is_none_is_never_touched(tmp_path, monkeypatch, kind, content):
-    monkeypatch.setattr("amct.atomic._locks._CONTENT_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("amct.atomic._disk._CONTENT_PATIENCE_SECONDS", 0.05)
     folder, outside = tmp_path / "folder", tmp_path / ".bashrc"
     folder.mkdir()
     outside.write_text(content)
@@ -697,7 +697,7 @@ def test_a_lock_file_left_by_a_killed_process_goes(tmp_path):
 def test_a_lock_that_is_never_released_ends_in_an_error(tmp_path, monkeypatch):
     from filelock import FileLock
 
-    monkeypatch.setattr("amct.atomic._locks._LOCK_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("amct.atomic._disk._LOCK_PATIENCE_SECONDS", 0.05)
     held = threading.Event()
     release = threading.Event()
 

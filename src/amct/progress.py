@@ -12,13 +12,14 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol, TypeVar
+from weakref import finalize
 
 from amct.interrupts import raise_if_interrupted
+from amct.log import screen_level
 from amct.printable import escaped, shortened
-from amct.verbosity import screen_level
 
 if TYPE_CHECKING:
     from rich.progress import Progress, Task
@@ -154,3 +155,38 @@ def _new_display() -> Progress:
         # Lines printed meanwhile appear above the bar; piped output is not redirected.
         redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
     )
+
+
+# -- The progress bar of a calibration session -------------------------------------------------------------------------
+
+
+class ProgressBar:
+    """The progress bar of a session: shown from the first batch on, removed after the last one."""
+
+    def __init__(self, total: int | None, *, shown: bool) -> None:
+        self._total = total
+        self._is_shown = shown
+        self._moved_to = 0
+        self._stack = ExitStack()
+        self._advance: Advance | None = None
+        # restores the cursor of the terminal if the loop is aborted
+        self._cleanup = finalize(self, self._stack.close)
+
+    def start_at(self, done: int) -> None:
+        """Tell what was done before; the rate does not count it."""
+        self._moved_to = done
+
+    def move_to(self, done: int) -> None:
+        """Show that so much is done."""
+        if not self._is_shown:
+            return
+        if self._advance is None:
+            shown = bar("Calibrating", self._total, unit="batches", done=self._moved_to)
+            self._advance = self._stack.enter_context(shown)
+        if done > self._moved_to:
+            self._advance(done - self._moved_to)
+            self._moved_to = done
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._cleanup()

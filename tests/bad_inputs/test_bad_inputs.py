@@ -22,7 +22,7 @@ from amct.caffe.engine.solvers.snapshot import read_state
 from amct.caffe.engine.wire import read_weights
 from amct.caffe.proto_merge import load_custom_schema
 from amct.data import open_samples, read_image
-from amct.data.mean import read_mean
+from amct.data.samples import read_mean
 from amct.errors import AmctError, FileError, ModelError, ParseError, RecordError
 from amct.model.quant_json import read_quant_json
 

@@ -19,12 +19,10 @@ from amct.caffe.engine.solvers.snapshot import read_state
 from amct.caffe.engine.wire import read_blob, read_weights
 from amct.caffe.proto_merge import load_custom_schema
 from amct.caffe.pycaffe.proto import caffe_pb2
-from amct.data.arrays import read_arrays
-from amct.data.datum import parse_datum
-from amct.data.idx import read_idx
+from amct.data.arrays import read_arrays, read_idx
 from amct.data.images import read_image
-from amct.data.mean import read_mean
-from amct.data.samples import read_image_list
+from amct.data.lmdb import parse_datum
+from amct.data.samples import read_image_list, read_mean
 from amct.errors import AmctError
 from amct.export.qdq.tensor_factors import read_tensor_factors
 

@@ -16,7 +16,7 @@ from amct.caffe.engine.messages import read_message
 from amct.errors import ConfigError, ModelError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.arq import arq
-from amct.numerics.weight_kind import WeightKind
+from amct.numerics.settings import WeightKind
 from amct.record import read_caffe_record
 
 NET = """

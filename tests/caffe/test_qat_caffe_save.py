@@ -17,7 +17,7 @@ import pytest
 from qat_caffe_flow import BODY, Retraining, write_digits
 
 import amct_caffe as amct
-from amct.atomic._names import NOTICE, new_path
+from amct.atomic._disk import NOTICE, new_path
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.messages import read_message
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError, RecordError

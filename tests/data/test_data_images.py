@@ -12,8 +12,8 @@ from PIL import Image
 from scipy import ndimage
 
 from amct.data import decode_image, list_images, read_image, resize
-from amct.data.datum import to_bgr
-from amct.data.mean import read_mean
+from amct.data.lmdb import to_bgr
+from amct.data.samples import read_mean
 from amct.errors import ArgumentError, FileError, ParseError
 from amct.schema import message_class
 

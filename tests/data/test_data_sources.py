@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 
 from amct.data import Preparation, ReadAhead, batches, open_samples, read_array, read_arrays, read_idx
-from amct.data.datum import make_datum, parse_datum
-from amct.data.lmdb import LmdbReader, write_lmdb
+from amct.data.lmdb import LmdbReader, make_datum, parse_datum, write_lmdb
 from amct.errors import ArgumentError, FileError, ParseError
 from amct.schema import message_class
 

@@ -19,7 +19,7 @@ from PIL import Image
 from amct.calibration import Ranks
 from amct.data import AheadIterator, InBackground, Preparation, StoredBatches, images, list_images, open_samples
 from amct.data.arrays import open_rows
-from amct.data.read_ahead import AHEAD
+from amct.data.stored_batches import AHEAD
 from amct.errors import ArgumentError, FileError, ParseError
 from amct.pipeline.batches import Batches, FirstBatches
 

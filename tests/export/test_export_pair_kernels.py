@@ -14,7 +14,7 @@ import pytest
 import torch
 from pair_kernels import CASES, run
 
-from amct.numerics.rounding.paired_weights import adds_pairs, paired
+from amct.numerics.rounding import adds_pairs, paired
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "export" / "pair_kernels.npz"
 IDS = [case.name for case in CASES]

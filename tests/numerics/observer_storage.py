@@ -16,6 +16,6 @@ def storage(kind: str):
     values, different = LIMITS[kind]
     with ExitStack() as stack:
         stack.enter_context(mock.patch("amct.numerics.counts.samples.EXACT_LIMIT", values))
-        stack.enter_context(mock.patch("amct.numerics.counts.value_counts.MAX_DISTINCT_VALUES", different))
+        stack.enter_context(mock.patch("amct.numerics.counts.samples.MAX_DISTINCT_VALUES", different))
         stack.enter_context(mock.patch("amct.numerics.ifmr.MAX_DISTINCT_VALUES", different))
         yield

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.adaround.learning import AdaRoundLayer, CachedData, adaround
+from amct.numerics.adaround.rounding import Learning
 from amct.numerics.adaround.scale import initial_scale, least_error_scale
-from amct.numerics.adaround.soft_rounding import Learning
 from amct.numerics.arq import WeightKind, channels_first
 from amct.numerics.integer import ConvolutionGeometry
 from amct.numerics.qparams import QParams

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from amct.errors import CalibrationError
 from amct.numerics.counts.histogram import MANTISSA_BITS, SHORT_TAIL, FloatHistogram
 from amct.numerics.counts.loops import BLOCKS, Runs, limits_of, range_of, scan_and_count, steps_beyond
-from amct.numerics.counts.sampling import LARGEST_INTERVAL, RUN, sampling_interval
+from amct.numerics.counts.tables import LARGEST_INTERVAL, RUN, sampling_interval
 from amct.numerics.ifmr import IfmrObserver
 
 TABLE_SIZE = BLOCKS << MANTISSA_BITS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from amct.errors import CalibrationError
 from amct.numerics.arq import WeightKind
 from amct.numerics.qparams import QParams
-from amct.numerics.rounding.error_cancelling import quantize_weight_cancelling_errors, round_cancelling_errors
+from amct.numerics.rounding import quantize_weight_cancelling_errors, round_cancelling_errors
 
 shapes = st.sampled_from([(3, 5), (1, 1), (4, 3, 3, 3), (6, 1, 5, 5), (2, 7, 4)])
 

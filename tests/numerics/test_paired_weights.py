@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amct.numerics.arq import WeightKind, arq
-from amct.numerics.rounding.error_cancelling import round_cancelling_errors
-from amct.numerics.rounding.paired_weights import (
+from amct.numerics.rounding import (
     adds_pairs,
     paired,
     paired_scale,
     pairs_fit,
+    round_cancelling_errors,
     rounded_within_limit,
     unpaired,
     within_limit,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from amct.numerics.rounding.noise import RoundingNoise
+from amct.numerics.rounding import RoundingNoise
 
 
 def expected_noise(weight, low, high, power, factors, *, one_scale):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amct.numerics import arq
-from amct.numerics.rounding.error_cancelling import _largest, round_cancelling_errors
+from amct.numerics.rounding import _largest, round_cancelling_errors
 
 
 @given(st.integers(1, 50), st.integers(1, 3 * arq.VALUES_PER_CHUNK))
@@ -43,7 +43,7 @@ def test_the_largest_intermediate_result_is_a_chunk(monkeypatch):
         sizes.append(values.numel())
         return _largest(values, counts)
 
-    monkeypatch.setattr("amct.numerics.rounding.error_cancelling._largest", noted)
+    monkeypatch.setattr("amct.numerics.rounding._largest", noted)
     round_cancelling_errors(weight, torch.tensor([0.03]), 8)
     assert sum(sizes) == weight.numel()
     assert max(sizes) <= arq.VALUES_PER_CHUNK

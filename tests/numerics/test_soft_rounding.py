@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from amct.numerics.adaround.soft_rounding import Adam, Learning, SoftRounding
-from amct.numerics.adaround.steps import CompiledSteps, TorchSteps, _exp2, _log2
+from amct.numerics.adaround.rounding import Adam, CompiledSteps, Learning, SoftRounding, TorchSteps, _exp2, _log2
 from amct.numerics.gram import Unfolding
 
 ROWS = hnp.arrays(np.float32, (3, 7), elements=st.floats(-4, 4, width=32))

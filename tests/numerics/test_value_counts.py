@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amct.numerics.counts.histogram import FloatHistogram
-from amct.numerics.counts.samples import EXACT_LIMIT, Samples
-from amct.numerics.counts.value_counts import MAX_DISTINCT_VALUES, ValueCounts, _count_by_torch
+from amct.numerics.counts.samples import EXACT_LIMIT, MAX_DISTINCT_VALUES, Samples, ValueCounts, _count_by_torch
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.settings import IfmrSettings
 

@@ -12,7 +12,7 @@ from amct import log
 from amct.cli.compare import _as_text
 from amct.cli.printing import aligned, as_json, decibel, most_harmed
 from amct.cli.quantize import _some
-from amct.verbosity import few_lines, line_level
+from amct.log import few_lines, line_level
 
 ROWS = [
     {"layer": "good", "sqnr": 40.0, "cosine": 0.9999},

@@ -25,7 +25,7 @@ import amct_caffe.caffe
 import amct_pytorch
 from amct import atomic, log
 from amct.atomic import _group
-from amct.atomic._names import _machine
+from amct.atomic._disk import _machine
 from amct.cli import main
 from amct.errors import AmctError, FileError
 from amct.record import CaffeLayerRecord, DataFactors

@@ -17,7 +17,7 @@ from amct.data import Preparation, batches, open_samples
 from amct.data.lmdb import write_lmdb
 from amct.errors import ArgumentError, CalibrationError, ParseError
 from amct.numerics.adaround.learning import AdaRoundLayer, CachedData, RowShare, adaround
-from amct.numerics.adaround.soft_rounding import Learning
+from amct.numerics.adaround.rounding import Learning
 from amct.numerics.integer import ConvolutionGeometry
 from amct.pipeline.batches import Batches
 

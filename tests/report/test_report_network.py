@@ -9,10 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from onnx import TensorProto, helper
 
-from amct.report.network import Box, Network, merged_chains
-from amct.report.network.drawing import drawing
-from amct.report.network.layout import BOX_HEIGHT, BOX_WIDTH, layout
-from amct.report.network.onnx_graph import onnx_network
+from amct.report.network import BOX_HEIGHT, BOX_WIDTH, Box, Network, drawing, layout, merged_chains, onnx_network
 
 
 @some.composite

@@ -33,7 +33,7 @@ from amct.atomic._files import (
     write_bytes,
     write_text,
 )
-from amct.atomic._notices import Snapshot, check_whole
+from amct.atomic._group import Snapshot, check_whole
 
 __all__ = [
     "FileGroup",

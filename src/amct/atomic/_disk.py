@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import errno
+import functools
+import hashlib
 import logging
 import os
+import platform
+import re
+import secrets
 import stat
-from contextlib import contextmanager, suppress
+import sys
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
+
+from filelock import FileLock, Timeout
 
 from amct.errors import FileError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -162,3 +172,192 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+# -- The hidden file names used during writes, which identify the writing process --------------------------------------
+#
+# They begin with ``.amct-<machine>-<pid>-<start time>-<token>``; the suffix is ``.tmp…`` for a file being written, and
+# ``.journal`` for the notice that a group of files is being renamed. ``.amct.lock`` is the lock file of the folder.
+
+
+LOCK_NAME = ".amct.lock"
+NOTICE = "journal"
+TEMPORARY = "tmp"
+
+_FOREIGN_AGE_SECONDS = 24 * 3600.0
+_LONGEST_SUFFIX = 32
+_NAME = re.compile(
+    r"\.amct-(?P<machine>[0-9a-f]{8})-(?P<pid>[0-9]{1,10})-(?P<start>[0-9]{1,20})-[0-9a-f]{12}"
+    rf"\.(?P<kind>{NOTICE}|{TEMPORARY})(?P<suffix>\.[^/]*)?"
+)
+
+
+class Writer(Enum):
+    """The state of the process that created a hidden file."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    FOREIGN = "of another machine or container, whose processes cannot be seen from here"
+
+
+def new_path(folder: Path, kind: str) -> Path:
+    """Return a unique path in a folder; its name identifies this process."""
+    return folder / f".amct-{_machine()}-{_this_process(os.getpid())}-{secrets.token_hex(6)}.{kind}"
+
+
+def temporary_path(target: Path) -> Path:
+    """Return a temporary path in the folder of a target, with its suffix, which some libraries need."""
+    suffix = target.suffix if len(target.suffix.encode(errors="surrogateescape")) <= _LONGEST_SUFFIX else ""
+    return new_path(target.parent, TEMPORARY + suffix)
+
+
+def notice_names(folder: Path) -> list[str]:
+    """Return the names of the notices in a folder; none if the folder does not exist or cannot be listed."""
+    return [name for name in _names_in(folder) if _kind(name) == NOTICE]
+
+
+def writer_of(name: str) -> Writer:
+    """Return the state of the process that created a hidden file, from the file's name."""
+    match = _NAME.fullmatch(name)
+    if match is None or match["machine"] != _machine():
+        return Writer.FOREIGN
+    return Writer.ALIVE if _start_time(int(match["pid"])) == int(match["start"]) else Writer.DEAD
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove temporary files of dead processes from a folder; only regular files of this user with our names."""
+    writers: dict[str, Writer] = {}  # cached, because a group may have thousands of files of one process
+    for name in _names_in(folder):
+        if _kind(name) != TEMPORARY:
+            continue
+        writer = name.rpartition("-")[0]
+        if writer not in writers:
+            writers[writer] = writer_of(name)
+        if writers[writer] is not Writer.ALIVE:
+            _remove_leftover(folder / name, writers[writer])
+
+
+def _remove_leftover(path: Path, writer: Writer) -> None:
+    with suppress(OSError):  # harmless: the next write tries again
+        found = path.lstat()
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        is_old = time.time() - found.st_mtime > _FOREIGN_AGE_SECONDS  # longer than any write takes
+        if is_ours and (writer is Writer.DEAD or is_old):
+            path.unlink()
+
+
+def _kind(name: str) -> str | None:
+    """Return the kind of a hidden name, "journal" or "tmp"; None for any other name."""
+    match = _NAME.fullmatch(name)
+    if match is None or (match["suffix"] and match["kind"] == NOTICE):
+        return None
+    too_long = len((match["suffix"] or "").encode(errors="surrogateescape")) > _LONGEST_SUFFIX
+    return None if too_long else match["kind"]
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(folder) if name.startswith(".amct-")]  # noqa: PTH208 - only names needed
+    except (OSError, ValueError):  # opening the file itself gives a better error
+        return []
+
+
+@functools.cache
+def _machine() -> str:
+    """Return eight hexadecimal digits that identify the machine and its pid namespace (container)."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - a name of the kernel, not a file
+    except OSError:
+        namespace = ""
+    return hashlib.blake2s(f"{platform.node()} {namespace}".encode(), digest_size=4).hexdigest()
+
+
+@functools.cache  # a fork has another pid
+def _this_process(pid: int) -> str:
+    return f"{pid}-{_start_time(pid) or 0}"
+
+
+def _start_time(pid: int) -> int | None:
+    """Return the start time of a process in ticks since boot; None if it is dead, 0 on systems other than Linux."""
+    if sys.platform != "linux":
+        try:
+            os.kill(pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return None
+        except OSError:
+            return 0
+        return 0
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+# -- The lock of a folder, held while its files are renamed or replaced ------------------------------------------------
+
+
+_LOCK_PATIENCE_SECONDS = 120.0
+_LOCK_POLL_SECONDS = 0.01
+_CONTENT_PATIENCE_SECONDS = 2.0
+
+
+@contextmanager
+def locked(folders: Iterable[Path]) -> Iterator[None]:
+    """Hold the locks of several folders.
+
+    Raises:
+        FileError: A lock cannot be acquired, or the file with its name is not a lock file.
+    """
+    with ExitStack() as stack:
+        for folder in sorted(set(folders)):  # a fixed order prevents deadlocks
+            stack.enter_context(_folder_lock(folder))
+        yield
+
+
+@contextmanager
+def _folder_lock(folder: Path) -> Iterator[None]:
+    path = folder / LOCK_NAME
+    _check_lock_file(path)
+    lock = FileLock(path, timeout=_LOCK_PATIENCE_SECONDS)
+    try:
+        lock.acquire(poll_interval=_LOCK_POLL_SECONDS)
+    except Timeout as error:
+        raise FileError(
+            f'"{folder}" has been locked by another process for {_LOCK_PATIENCE_SECONDS:.0f} seconds ("{path}"); '
+            "end that process and run this again"
+        ) from error
+    except OSError as error:
+        raise file_error("write to folder", folder, error) from error
+    try:
+        yield
+    finally:
+        # Removed while held: filelock detects in a waiting process that the file was unlinked, and tries again.
+        with suppress(OSError):
+            path.unlink()
+        lock.release()
+
+
+def _check_lock_file(path: Path) -> None:
+    """Reject a path that is not a lock file: the folder is not trusted, and filelock 4.1 truncates the file it locks.
+
+    A lock file is a regular, empty file. On file systems without ``flock`` it has content while another process holds
+    it, so the check waits a short time for the content to disappear.
+    """
+    deadline = time.monotonic() + _CONTENT_PATIENCE_SECONDS
+    while True:
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise file_error("write to folder", path.parent, error) from error
+        if stat.S_ISREG(found.st_mode) and found.st_size == 0:
+            return
+        if not stat.S_ISREG(found.st_mode) or time.monotonic() > deadline:
+            what = "a file with content" if stat.S_ISREG(found.st_mode) else "a link, a folder or a device"
+            raise FileError(
+                f'cannot write to folder "{path.parent}": "{path}" is {what}, but a lock file of AMCT is empty; '
+                "remove it and run this again"
+            )
+        time.sleep(_LOCK_POLL_SECONDS)

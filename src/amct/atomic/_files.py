@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, BinaryIO
 from amct.atomic._disk import (
     FILE_MODE,
     FOLDER_MODE,
+    TEMPORARY,
     create,
     file_error,
     is_plain_file,
+    locked,
     make_folders,
+    new_path,
     real_path,
+    remove_leftovers,
     replaceable,
     seal,
+    temporary_path,
     warn_of_link,
 )
-from amct.atomic._group import put_in_place
-from amct.atomic._locks import locked
-from amct.atomic._names import TEMPORARY, new_path, remove_leftovers, temporary_path
-from amct.atomic._notices import check_whole, interrupted, notices_in
+from amct.atomic._group import check_whole, interrupted, notices_in, put_in_place
 from amct.errors import ArgumentError, FileError, MissingFileError, did_you_mean
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ and get factors back. Sessions share no state, so they can be interleaved.
 """
 
 from amct.calibration.balance import BalanceSession
-from amct.calibration.observers import make_observer
 from amct.calibration.ranks import ALONE, Ranks, all_ranks
 from amct.calibration.record_files import RecordFiles, read_progress
 from amct.calibration.session import CalibrationResult, CalibrationSession, Stream
+from amct.calibration.streams import make_observer
 
 __all__ = [
     "ALONE",

@@ -26,7 +26,7 @@ import torch
 from torch import distributed
 
 from amct.errors import AmctError, ArgumentError, CalibrationError
-from amct.verbosity import LOCAL_VARIABLE
+from amct.log import LOCAL_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from amct.calibration.ranks import ALONE, Meeting, Ranks, fingerprint
-from amct.calibration.session_bar import ProgressBar
 from amct.calibration.streams import (
     HIDDEN,
     INPUT,
@@ -38,6 +37,7 @@ from amct.config.plan import OPEN_ENDED
 from amct.errors import ArgumentError, CalibrationError, did_you_mean
 from amct.numerics.observer import MergeableObserver
 from amct.numerics.qparams import Observed
+from amct.progress import ProgressBar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from amct.calibration.observers import make_observer
 from amct.calibration.ranks import ALONE, LOCAL, Ranks
 from amct.config.plan import OPEN_ENDED
+from amct.config.registry import activation_of
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SymmetricScale, round_scale_to_fp16
 from amct.numerics.counts.samples import SamplingObserver
@@ -296,3 +296,25 @@ def _factors(name: str, observer: TensorObserver) -> Observed | None:
     except AmctError as error:
         logger.info('tensor "%s" is left out: %s', name, error)
         return None
+
+
+# -- Creates observers from the activation settings of a plan ----------------------------------------------------------
+
+
+def make_observer(
+    settings: ActivationSettings,
+    *,
+    channel_axis: int | None = None,
+    symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE,
+) -> Observer:
+    """Return a new observer.
+
+    Args:
+        settings: The settings of a registered activation algorithm.
+        channel_axis: The axis with one scale per channel; None: one scale for the tensor.
+        symmetric_scale: The divisor of a symmetric range: that of the PyTorch dialect, or Caffe's ``FULL_RANGE``.
+
+    Raises:
+        ArgumentTypeError: No algorithm is registered for this class of settings.
+    """
+    return activation_of(settings).observer(settings, channel_axis=channel_axis, symmetric_scale=symmetric_scale)

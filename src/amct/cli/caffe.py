@@ -16,7 +16,7 @@ from amct.atomic import check_writable
 from amct.cli.options import CustomProtoOption
 from amct.cli.printing import show
 from amct.errors import AmctError, ArgumentError, FileError, TrainingError
-from amct.verbosity import few_lines
+from amct.log import few_lines
 
 if TYPE_CHECKING:
     import signal

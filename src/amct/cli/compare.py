@@ -15,7 +15,7 @@ from amct.cli.model_pair import Kind, ModelPair, check_file, parse_models
 from amct.cli.options import CustomProtoOption, DataOptions, Models, Top1, takes_data
 from amct.cli.printing import aligned, comparison_row, decibel, most_harmed, show, show_json
 from amct.errors import ArgumentError, CalibrationError
-from amct.verbosity import few_lines
+from amct.log import few_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -202,7 +202,7 @@ def _mean(text: str) -> NDArray[np.float32]:
     import numpy as np
 
     if is_file(text):
-        from amct.data.mean import read_mean
+        from amct.data.samples import read_mean
 
         return read_mean(text)
     return np.array(_numbers("--mean", text, "numbers such as 104,117,123 or the name of a mean file"), np.float32)

@@ -11,7 +11,7 @@ from amct.cli.model_layers import load_reference, parse_shape
 from amct.cli.options import JsonOption
 from amct.cli.printing import show, show_json
 from amct.errors import ArgumentError
-from amct.verbosity import few_lines
+from amct.log import few_lines
 
 if TYPE_CHECKING:
     from amct.pytorch import PrunedModel

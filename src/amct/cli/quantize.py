@@ -15,7 +15,7 @@ from amct.cli.options import MODEL_HELP, CustomProtoOption, DataOptions, JsonOpt
 from amct.cli.printing import aligned, comparison_row, most_harmed, short_name, show, show_json
 from amct.cli.processes import processes
 from amct.errors import ArgumentError
-from amct.verbosity import few_lines
+from amct.log import few_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

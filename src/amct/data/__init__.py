@@ -7,13 +7,10 @@ them into batches; ``read_ahead.py`` prefetches in a background thread. This pac
 
 from __future__ import annotations
 
-from amct.data.arrays import read_array, read_arrays
-from amct.data.idx import read_idx
-from amct.data.images import decode_image, list_images, read_image
-from amct.data.read_ahead import AheadIterator, InBackground, ReadAhead
-from amct.data.resample import resize
+from amct.data.arrays import read_array, read_arrays, read_idx
+from amct.data.images import decode_image, list_images, read_image, resize
 from amct.data.samples import Preparation, Sample, SampleSource, batches, first_shape, holds_pictures, open_samples
-from amct.data.stored_batches import StoredBatches
+from amct.data.stored_batches import AheadIterator, InBackground, ReadAhead, StoredBatches
 
 __all__ = [
     "AheadIterator",

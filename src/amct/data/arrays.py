@@ -1,18 +1,24 @@
-"""Reads NumPy files, .npy and .npz. Files with pickled objects are rejected, because unpickling can run code."""
+"""Reads arrays from files: .npy and .npz of NumPy, and idx of MNIST.
+
+Files with pickled objects are rejected, because unpickling can run code.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import struct
 import weakref
 import zipfile
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from amct.data.expansion import check_expansion
+from amct.data.images import read_bytes
 from amct.errors import AmctError, ArgumentError, FileError, ParseError, did_you_mean
+from amct.memory import gibibytes, machine_bytes
 
 if TYPE_CHECKING:
     import io
@@ -216,3 +222,115 @@ def choose(arrays: dict[str, npt.NDArray[Any]], names: tuple[str, ...]) -> npt.N
 def is_array_file(path: Path) -> bool:
     """Return whether the suffix of a path is .npy or .npz."""
     return path.suffix.lower() in (".npy", ".npz")
+
+
+# -- Reads the idx format of MNIST: one array per file, optionally gzipped ---------------------------------------------
+
+
+_GZIP = b"\x1f\x8b"
+_DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_HEAD_BYTES, _SIZE_BYTES = 4, 4
+_MAX_IDX_AXES = 8
+
+
+def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
+    """Read an idx file, gzipped or not, as an array in native byte order.
+
+    Raises:
+        FileError: The file cannot be read.
+        ParseError: The file is not an idx file, or has too few or too many bytes.
+    """
+    content = read_bytes(path, "the idx file")
+    if content.startswith(_GZIP):
+        content = gunzip(content, str(path))
+    if len(content) < _HEAD_BYTES or content[:2] != b"\0\0" or content[2] not in _DTYPES:
+        raise ParseError(f"{path}: not an idx file: it begins with {content[:4].hex(' ') or 'nothing'}")
+    axes = content[3]
+    start = _HEAD_BYTES + _SIZE_BYTES * axes
+    if not 1 <= axes <= _MAX_IDX_AXES or len(content) < start:
+        raise ParseError(f"{path}: not an idx file: its head says {axes} axes and ends early")
+    shape = struct.unpack(f">{axes}I", content[_HEAD_BYTES:start])
+    dtype = np.dtype(_DTYPES[content[2]])
+    expected = math.prod(shape) * dtype.itemsize
+    if len(content) - start != expected:
+        raise ParseError(
+            f"{path}: an idx file of shape {shape} has {expected} bytes of data, this one {len(content) - start}: "
+            "is it truncated?"
+        )
+    values = np.frombuffer(content, dtype, offset=start).reshape(shape)
+    return values.astype(dtype.newbyteorder("="))
+
+
+def is_idx_file(path: Path) -> bool:
+    """Return whether a file name is that of an idx file: ``train-images-idx3-ubyte``, ``x.idx``, also with ``.gz``."""
+    name = path.name.lower().removesuffix(".gz")
+    return name.endswith(".idx") or "-idx" in name or ".idx" in name
+
+
+def labels_beside(path: Path) -> Path | None:
+    """Return the label file of an image file, by MNIST's naming (``images-idx3`` to ``labels-idx1``), if it exists."""
+    name = path.name
+    for pictures, labels in (("images-idx3", "labels-idx1"), ("images.idx3", "labels.idx1"), ("images", "labels")):
+        if pictures in name:
+            beside = path.with_name(name.replace(pictures, labels))
+            if beside.is_file():
+                return beside
+    return None
+
+
+# -- How much memory a compressed file may need: a small file cannot demand a large amount of it -----------------------
+
+
+FREE_BYTES = 2**29
+"""Any file may expand to this many bytes."""
+RATIO = 100
+"""A larger result must be at most this many times the size of the file; data rarely compresses better than 10 times."""
+_GZIP_WINDOW = 16 + zlib.MAX_WBITS
+_BLOCK_BYTES = 2**20
+
+
+def check_expansion(expanded: int, stored: int, source: str) -> None:
+    """Check the size of decompressed data before it is allocated.
+
+    Args:
+        expanded: The number of bytes that the file announces.
+        stored: The number of bytes of the file.
+        source: The name in messages.
+
+    Raises:
+        ParseError: The file announces too much.
+    """
+    if expanded > max(FREE_BYTES, RATIO * stored):
+        raise ParseError(
+            f"{source}: {expanded} bytes of data in {stored} bytes, more than {RATIO} times: the file is damaged or "
+            "hostile. If it is yours, store it without compression"
+        )
+    if expanded > machine_bytes():
+        raise ParseError(
+            f"{source}: {gibibytes(expanded)} of data, more than the {gibibytes(machine_bytes())} of memory of this "
+            "machine. Split the file"
+        )
+
+
+def gunzip(content: bytes, source: str) -> bytes:
+    """Decompress a gzip file, also of several members.
+
+    Raises:
+        ParseError: The file is damaged, or expands too much.
+    """
+    parts: list[bytes] = []
+    total, rest = 0, content
+    try:
+        while rest:
+            decoder = zlib.decompressobj(_GZIP_WINDOW)
+            while rest and not decoder.eof:
+                parts.append(decoder.decompress(rest, _BLOCK_BYTES))
+                rest = decoder.unconsumed_tail
+                total += len(parts[-1])
+                check_expansion(total, len(content), source)
+            if not decoder.eof:
+                raise ParseError(f"{source}: a damaged gzip file: it ends early. Copy it again")
+            rest = decoder.unused_data.lstrip(b"\0")  # zeros may follow the last member
+    except zlib.error as error:
+        raise ParseError(f"{source}: a damaged gzip file: {error}. Copy it again") from error
+    return b"".join(parts)

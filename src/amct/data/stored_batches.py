@@ -1,24 +1,182 @@
-"""Calibration data on disk as batches: read when they are needed, one or two ahead, and never kept."""
+"""Prefetches the next items in a background thread while the current one is processed.
+
+One thread makes all calls, in order. It ends when the ReadAhead is closed or garbage-collected, or when the program
+ends.
+
+Data is read ahead only if it says so, by an attribute ``reads_ahead`` that is true: data from disk does
+(``StoredBatches``), and other data does inside of ``InBackground``. The user's own iteration may draw from torch's
+random numbers, or use what another thread must not touch, so it is run where the user runs it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextvars import copy_context
+from functools import cached_property, partial
 from itertools import islice
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from amct.data.samples import Preparation, batches, open_samples
 from amct.errors import ArgumentError
+from amct.interrupts import POLL_SECONDS, raise_if_interrupted
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     import numpy as np
     from numpy.typing import NDArray
 
     from amct.data.samples import SampleSource
+
+Item = TypeVar("Item")
+LONGEST_WAIT = 1.0
+"""Seconds for which closing waits for a read under way; one that never ends (a pipe) must not hold up Ctrl-C."""
+
+
+class _Shared(Generic[Item]):
+    """State shared by the thread and the ReadAhead; without a reference to the latter, which can thus be collected."""
+
+    def __init__(self, fetch: Callable[[], Item], depth: int) -> None:
+        self.fetch = fetch
+        self.depth = depth
+        self.ready: deque[Item] = deque()
+        self.error: BaseException | None = None
+        self.stopped = False
+        self.changed = threading.Condition()
+
+    def work(self) -> None:
+        """Fetch until ``stopped`` is set or fetching fails."""
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.stopped or len(self.ready) < self.depth)
+                if self.stopped:
+                    return
+            try:
+                item = self.fetch()
+            except BaseException as error:  # noqa: BLE001 - it is raised again by take()
+                with self.changed:
+                    self.error = error
+                    self.changed.notify_all()
+                return
+            with self.changed:
+                self.ready.append(item)
+                self.changed.notify_all()
+
+    def _is_takable(self) -> bool:
+        return self.stopped or bool(self.ready) or self.error is not None
+
+    def take(self) -> Item:
+        with self.changed:
+            # a wait without an end would sleep through a Ctrl-C that comes just before it
+            while not self.changed.wait_for(self._is_takable, POLL_SECONDS):
+                raise_if_interrupted()
+            if self.ready:
+                item = self.ready.popleft()
+                self.changed.notify_all()
+                return item
+            if self.error is not None:
+                raise self.error
+            raise ArgumentError("nothing more can be taken: reading ahead has been closed")
+
+
+def _end(shared: _Shared[Item], threads: list[threading.Thread]) -> None:
+    with shared.changed:
+        shared.stopped = True
+        shared.ready.clear()
+        shared.changed.notify_all()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(LONGEST_WAIT)
+
+
+class ReadAhead(Generic[Item]):
+    """Calls ``fetch`` in a background thread, up to ``depth`` items ahead; the first ``take`` starts the thread.
+
+    Args:
+        fetch: Returns the next item; called from one thread only. It must not refer to the ReadAhead or its owner,
+            which could otherwise never be garbage-collected.
+        depth: The maximum number of prefetched items.
+        name: The name of the thread, for debugging.
+    """
+
+    def __init__(self, fetch: Callable[[], Item], depth: int, name: str = "read-ahead") -> None:
+        self._shared = _Shared(fetch, max(1, depth))
+        self._threads: list[threading.Thread] = []
+        self._name = name
+        self._finalizer = weakref.finalize(self, _end, self._shared, self._threads)
+
+    def take(self) -> Item:
+        """Return the next item; an exception of ``fetch`` is raised here, and again by each later call.
+
+        Raises:
+            ArgumentError: The ReadAhead has been closed.
+        """
+        if not self._threads and self._finalizer.alive:
+            # daemon: at exit Python would join an ordinary thread before it runs the finalizer that stops the thread
+            thread = threading.Thread(
+                target=copy_context().run, args=(self._shared.work,), name=self._name, daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+        return self._shared.take()
+
+    def close(self) -> None:
+        """End the thread and discard the prefetched items."""
+        self._finalizer()
+
+
+AHEAD = 2
+"""How many batches are read ahead: one that is ready, and one to make up for a batch that took longer."""
+
+
+class AheadIterator(Iterator[Item]):
+    """The items of an iterator, read in a background thread; an exception of the iterator is raised by ``next``."""
+
+    def __init__(self, items: Iterator[Item], depth: int = AHEAD) -> None:
+        self._reading: ReadAhead[Item] = ReadAhead(partial(next, items), depth)
+
+    def __next__(self) -> Item:
+        return self._reading.take()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._reading.close()
+
+
+class InBackground:
+    """Data whose batches may be read in a background thread while earlier ones are used.
+
+    For data of your own whose reading takes long: what its iteration does must be safe in another thread, and must not
+    draw from random numbers that the model uses too.
+
+    Args:
+        data: An iterable of batches. It can be iterated as often as that, also in parts if it has ``part``.
+    """
+
+    reads_ahead = True
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._data)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  whatever the data has
+        if name in ("part", "identity"):
+            return getattr(self._data, name)
+        raise AttributeError(name)
+
+    def __len__(self) -> int:
+        return len(self._data)  # type: ignore[arg-type]  # a TypeError says that the data has no length
+
+
+# -- Calibration data on disk as batches: read when they are needed, one or two ahead, and never kept ------------------
 
 
 class StoredBatches:

@@ -11,7 +11,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from amct.numerics.weight_kind import WeightKind
+from amct.numerics.settings import WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

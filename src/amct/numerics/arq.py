@@ -14,7 +14,7 @@ import torch
 from amct.errors import ArgumentError
 from amct.numerics.affine import SymmetricScale, fake_quantize, quantize, scale_and_offset
 from amct.numerics.qparams import QParams
-from amct.numerics.weight_kind import WeightKind as WeightKind
+from amct.numerics.settings import WeightKind as WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.numerics.rounding.noise import RoundingNoise
+from amct.numerics.rounding import RoundingNoise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -14,8 +14,7 @@ import numpy as np
 
 from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, SymmetricScale, integer_range
 from amct.numerics.counts.compiled import compiled, compiled_sum
-from amct.numerics.counts.samples import Floats, SamplingObserver
-from amct.numerics.counts.value_counts import MAX_DISTINCT_VALUES
+from amct.numerics.counts.samples import MAX_DISTINCT_VALUES, Floats, SamplingObserver
 from amct.numerics.settings import IfmrSettings
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from amct.numerics.counts.exact_sum import ExactSum, add_exactly
 from amct.numerics.dmq import balance_factors
 from amct.numerics.observer import State, checked_array, finite_range
 from amct.numerics.qparams import Observed
-from amct.numerics.rounding.noise import RoundingNoise
+from amct.numerics.rounding import RoundingNoise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -28,7 +28,7 @@ from amct.pipeline.weights import LayerWeights
 from amct.record import Record, read_record
 from amct.report.filling import QuantizedInput, ReportLayer, ReportSubject, folded_notes, report_content
 from amct.report.measuring import MeasuredReport
-from amct.report.network.onnx_graph import onnx_network
+from amct.report.network import onnx_network
 
 if TYPE_CHECKING:
     import os

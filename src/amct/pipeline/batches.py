@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from amct.calibration.ranks import ALONE
-from amct.data.read_ahead import AheadIterator
+from amct.data.stored_batches import AheadIterator
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.export.check.batch import batch_size
 from amct.pipeline.passes import fingerprint

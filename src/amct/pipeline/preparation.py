@@ -18,11 +18,11 @@ from amct.export.qdq.exporter import plan_tensors
 from amct.export.saving import OnnxFiles
 from amct.model import Skip
 from amct.numerics.layer_inputs import LayerInputObserver
-from amct.numerics.weight_kind import WeightKind
+from amct.numerics.settings import WeightKind
 from amct.pipeline.weights import suited_to_bias
 from amct.record import Record
 from amct.report.filling import QuantizedInput, ReportLayer, folded_notes
-from amct.report.network.onnx_graph import onnx_network
+from amct.report.network import onnx_network
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -13,7 +13,7 @@ from amct.errors import AmctError, ArgumentTypeError, CalibrationError
 from amct.numerics.affine import SymmetricScale, fine_where_empty, fit_bias
 from amct.numerics.arq import WeightKind, arq, channels_first, reorder_gates
 from amct.numerics.dmq import balance_activation, balance_weight, dmq
-from amct.numerics.rounding.error_cancelling import round_weight
+from amct.numerics.rounding import round_weight
 from amct.numerics.settings import AdaRoundSettings, ArqSettings
 from amct.record import LayerRecord
 

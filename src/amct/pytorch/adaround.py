@@ -23,7 +23,7 @@ from amct.calibration import ALONE
 from amct.calibration.ranks import Meeting, fingerprint
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, RowShare, adaround
-from amct.numerics.adaround.soft_rounding import Learning
+from amct.numerics.adaround.rounding import Learning
 from amct.numerics.integer import ConvolutionGeometry
 from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline.weights import layer_error

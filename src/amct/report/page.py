@@ -23,8 +23,7 @@ from markupsafe import Markup
 
 from amct import atomic
 from amct.printable import shortened
-from amct.report.network.boxes import LARGEST_NETWORK
-from amct.report.network.drawing import drawing
+from amct.report.network import LARGEST_NETWORK, drawing
 from amct.report.verdict import RULE, sqnr_class
 
 if TYPE_CHECKING:

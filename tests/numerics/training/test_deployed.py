@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amct.numerics.affine import SMALLEST_SCALE
-from amct.numerics.training.deployed import fold_into_integers
+from amct.numerics.training.quantizers import fold_into_integers
 
 
 @given(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from amct.numerics.affine import SymmetricScale, fake_quantize, scale_and_offset
 from amct.numerics.training import kernels
-from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips
+from amct.numerics.training.quantizers import ulq, ulq_factors, valid_clips
 
 BITS = [4, 8, 16]
 CLIPS = [(-1.0, 2.0), (0.0, 1.7), (-0.3, 0.2), (-2.5, 0.0)]

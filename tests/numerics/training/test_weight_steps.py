@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from amct.errors import ArgumentError
 from amct.numerics.arq import arq, channels_first, fake_quantize_weight
 from amct.numerics.qparams import QParams
-from amct.numerics.training.weights import arq_scale, arq_step, learned_step, valid_scale
-from amct.numerics.weight_kind import WeightKind
+from amct.numerics.settings import WeightKind
+from amct.numerics.training.quantizers import arq_scale, arq_step, learned_step, valid_scale
 
 KINDS = [
     (WeightKind.CONV, (6, 2, 3, 3), 3, 6),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.data.idx import read_idx
+from amct.data.arrays import read_idx
 from amct.data.lmdb import write_lmdb
 
 if TYPE_CHECKING:

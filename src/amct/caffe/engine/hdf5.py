@@ -10,7 +10,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from amct.data.expansion import check_expansion
+from amct.data.arrays import check_expansion
 from amct.errors import AmctError, FileError, ParseError
 
 if TYPE_CHECKING:

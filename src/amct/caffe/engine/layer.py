@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.layers.quantization import InputFactors
     from amct.caffe.engine.messages import ProtoMessage
     from amct.numerics.fold import ChannelAffine
-    from amct.numerics.weight_kind import WeightKind
+    from amct.numerics.settings import WeightKind
 
     #: Computes the tops from the bottoms.
     Call: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]

@@ -21,7 +21,7 @@ from amct.errors import AmctError, ModelError
 from amct.model import FusionPattern, Skip, find_fusions, find_leading_fusions
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
 from amct.numerics.fold import ChannelAffine, fold_after, fold_before
-from amct.numerics.weight_kind import WeightKind
+from amct.numerics.settings import WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

@@ -15,7 +15,7 @@ from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale, fit_bias, quant
 from amct.numerics.arq import WeightKind, arq, channels_first, from_channels_first, quantize_weight
 from amct.numerics.integer import worst_case_accumulator
 from amct.numerics.qparams import QParams
-from amct.numerics.rounding.error_cancelling import quantize_weight_cancelling_errors
+from amct.numerics.rounding import quantize_weight_cancelling_errors
 from amct.numerics.settings import ArqSettings, SnqSettings
 from amct.numerics.snq import ClusteredWeight, absorb_multiplier, decode, pack_nibbles, snq
 from amct.numerics.weight_grid import bias_integers, dequantized_bias, lowest_scale

@@ -1,7 +1,7 @@
 """``caffe.io``: images, the Transformer, and conversion of arrays to and from Caffe's messages.
 
 Implemented with NumPy and Pillow, without scikit-image. Resizing is linear between pixel centres, with edges extended
-and without prior smoothing, as in the scikit-image of Caffe's time (``amct.data.resample``). ``interp_order`` may be 0
+and without prior smoothing, as in the scikit-image of Caffe's time (``amct.data.images``). ``interp_order`` may be 0
 (nearest), 1 (linear) or 3 (cubic).
 """
 
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from amct.caffe.engine.messages import new_message
-from amct.data.images import open_image
-from amct.data.resample import resize
+from amct.data.images import open_image, resize
 from amct.errors import ArgumentError, FileError, ParseError
 
 if TYPE_CHECKING:

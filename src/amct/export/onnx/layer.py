@@ -18,8 +18,7 @@ from amct.export.onnx.messages import attribute_value
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import quantize_bias
 from amct.numerics.arq import arq, quantize_weight, row_chunks
-from amct.numerics.rounding.error_cancelling import round_cancelling_errors
-from amct.numerics.rounding.paired_weights import paired_scale
+from amct.numerics.rounding import paired_scale, round_cancelling_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

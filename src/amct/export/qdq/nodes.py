@@ -29,7 +29,7 @@ from amct.export.qdq.balance import insert_balance
 from amct.export.request import Target
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import fine_where_empty, fit_bias
-from amct.numerics.rounding.paired_weights import adds_pairs
+from amct.numerics.rounding import adds_pairs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from amct.errors import ArgumentError, CalibrationError
+from amct.numerics.adaround.rounding import Learning, SoftRounding, steps_for
 from amct.numerics.adaround.scale import initial_scale
-from amct.numerics.adaround.soft_rounding import Learning, SoftRounding
-from amct.numerics.adaround.steps import steps_for
 from amct.numerics.arq import WeightKind, channels_first, from_channels_first
 from amct.numerics.gram import GramStatistics, Unfolding, as_pair, improve_rounding
 

@@ -47,8 +47,6 @@ from amct.numerics.counts.loops import (
     room_of,
     scan_and_count,
 )
-from amct.numerics.counts.sampling import sampling_interval
-from amct.numerics.counts.sparse_memory import sparse_zeros
 from amct.numerics.counts.tables import (
     BLOCKS,
     FLOAT_MANTISSA,
@@ -66,6 +64,8 @@ from amct.numerics.counts.tables import (
     move_blocks,
     occupied,
     occupied_with_tails,
+    sampling_interval,
+    sparse_zeros,
 )
 from amct.numerics.observer import State, checked_array
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from amct.numerics.counts.compiled import compiled
-from amct.numerics.counts.sampling import RUN, sampling_interval
 from amct.numerics.counts.tables import (
     BLOCKS,
     FLOAT_MANTISSA,
+    RUN,
     SIGN,
     Bits,
     Blocks,
@@ -29,6 +29,7 @@ from amct.numerics.counts.tables import (
     Tallies,
     counted_limits,
     mark_blocks,
+    sampling_interval,
 )
 
 SPLIT = 1 << 14

@@ -18,7 +18,7 @@ from amct.errors import ExportError, TrainingError
 from amct.numerics.arq import from_channels_first
 from amct.numerics.fold import ChannelAffine
 from amct.numerics.qparams import QParams
-from amct.numerics.training.deployed import fold_into_integers
+from amct.numerics.training.quantizers import fold_into_integers
 from amct.pipeline.weights import LayerWeights
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.functional_layers import layer_module

@@ -18,8 +18,16 @@ from amct.numerics.arq import channels_first
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.observer import finite_range
 from amct.numerics.settings import IfmrSettings
-from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips
-from amct.numerics.training.weights import arq_scale, arq_step, learned_step, scale_count, valid_scale
+from amct.numerics.training.quantizers import (
+    arq_scale,
+    arq_step,
+    learned_step,
+    scale_count,
+    ulq,
+    ulq_factors,
+    valid_clips,
+    valid_scale,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,13 +14,10 @@ import numpy as np
 import torch
 
 from amct.caffe.engine.layer import Layer, register
-from amct.data.datum import to_bgr
-from amct.data.images import read_image
-from amct.data.lmdb import LmdbReader, is_lmdb
-from amct.data.mean import read_mean
-from amct.data.read_ahead import ReadAhead
-from amct.data.resample import resize
-from amct.data.samples import read_image_list
+from amct.data.images import read_image, resize
+from amct.data.lmdb import LmdbReader, is_lmdb, to_bgr
+from amct.data.samples import read_image_list, read_mean
+from amct.data.stored_batches import ReadAhead
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Blob, Shape
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.data.datum import DatumValues
+    from amct.data.lmdb import DatumValues
 
     Arrays = list[npt.NDArray[np.float32]]
     Picture = npt.NDArray[Any]

@@ -20,10 +20,8 @@ from amct.caffe.engine.layers.ifmr import IfmrLayerObserver, check_named_record
 from amct.caffe.engine.layers.quantization import FakeQuantized
 from amct.errors import AmctError, ConfigError
 from amct.numerics.affine import SymmetricScale
-from amct.numerics.settings import IfmrSettings
-from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips
-from amct.numerics.training.weights import arq_scale, arq_step, scale_count
-from amct.numerics.weight_kind import WeightKind
+from amct.numerics.settings import IfmrSettings, WeightKind
+from amct.numerics.training.quantizers import arq_scale, arq_step, scale_count, ulq, ulq_factors, valid_clips
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors, write_record
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from amct.caffe.engine.layers.pooling import SPATIAL_AXES, Window, read_window
 from amct.caffe.engine.layers.quantization import FakeQuantized
 from amct.numerics.arq import channels_first, from_channels_first
 from amct.numerics.integer import ConvolutionGeometry, integer_convolution, integer_linear
-from amct.numerics.weight_kind import WeightKind
+from amct.numerics.settings import WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

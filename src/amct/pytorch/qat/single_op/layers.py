@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from amct.errors import ModelTypeError
-from amct.numerics.weight_kind import WeightKind
+from amct.numerics.settings import WeightKind
 from amct.pytorch.qat.layers import ConvForward, ConvTransposeForward, LinearForward
 from amct.pytorch.qat.single_op.module import SingleOp, checked_config
 from amct.pytorch.qat.single_op.state import InputQuantizer, WeightQuantizer

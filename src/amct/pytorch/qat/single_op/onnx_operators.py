@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amct.numerics.arq import channels_first, from_channels_first
-from amct.numerics.weight_kind import WeightKind
+from amct.numerics.settings import WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from amct.config.qat.single_op import SingleOpData
 from amct.model.kinds import LayerKind
 from amct.numerics.arq import reorder_gates
-from amct.numerics.weight_kind import WeightKind
+from amct.numerics.settings import WeightKind
 from amct.pytorch.qat.single_op.module import SingleOp, checked_config
 from amct.pytorch.qat.single_op.onnx_operators import is_exporting, symbolic_multi_out
 from amct.pytorch.qat.single_op.state import InputQuantizer, WeightQuantizer

@@ -15,14 +15,21 @@ from torch import Tensor, nn
 from amct.numerics.arq import channels_first
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.settings import IfmrSettings
-from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips
-from amct.numerics.training.weights import arq_scale, learned_step, scale_count, valid_scale
+from amct.numerics.training.quantizers import (
+    arq_scale,
+    learned_step,
+    scale_count,
+    ulq,
+    ulq_factors,
+    valid_clips,
+    valid_scale,
+)
 from amct.pytorch.qat.quantizers import mean_over_ranks
 from amct.pytorch.qat.single_op.onnx_operators import is_exporting, quantize_and_dequantize, quantize_weight
 
 if TYPE_CHECKING:
     from amct.config.qat.single_op import SingleOpData, SingleOpWeights
-    from amct.numerics.weight_kind import WeightKind
+    from amct.numerics.settings import WeightKind
 
 _NAN = float("nan")
 
