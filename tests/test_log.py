@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from amct import log, verbosity
+from amct import log
 from amct.errors import AmctError, ArgumentError
 
 logger = logging.getLogger("amct.config.test")
@@ -78,7 +78,7 @@ def test_wrong_level(monkeypatch, tmp_path, variable, value):
     with pytest.raises(ArgumentError, match=f"{variable} must be one of DEBUG, INFO, WARNING, ERROR .*, got '{value}'"):
         log.start("amct_pytorch")
     with pytest.raises(ValueError, match=variable):
-        verbosity.screen_level() if variable == "AMCT_LOG_LEVEL" else verbosity.file_level()
+        log.screen_level() if variable == "AMCT_LOG_LEVEL" else log.file_level()
     assert issubclass(ArgumentError, AmctError)
     assert list(tmp_path.iterdir()) == []
 

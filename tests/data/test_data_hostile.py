@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from amct.caffe.engine.hdf5 import Hdf5File
-from amct.data import expansion, open_samples, read_arrays, read_idx, read_image
+from amct.data import arrays, open_samples, read_arrays, read_idx, read_image
 from amct.errors import AmctError, FileError, ParseError
 
 
@@ -29,7 +29,7 @@ def npz(header_shape, content, name="data.npy"):
 @pytest.fixture
 def small_limit(monkeypatch):
     """A limit that tests reach without using much memory."""
-    monkeypatch.setattr(expansion, "FREE_BYTES", 2**16)
+    monkeypatch.setattr(arrays, "FREE_BYTES", 2**16)
 
 
 @pytest.mark.usefixtures("small_limit")
@@ -92,20 +92,20 @@ def test_a_gzip_bomb_is_stopped_while_it_expands():
     bomb = gzip.compress(bytes(2**26), 9)
     tracemalloc.start()
     with pytest.raises(ParseError, match="more than 100 times"):
-        expansion.gunzip(bomb, "bomb.gz")
+        arrays.gunzip(bomb, "bomb.gz")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     # What it may expand to, and one block more; the decoder doubles the buffer of a block while it fills it.
-    assert peak < expansion.RATIO * len(bomb) + 4 * expansion._BLOCK_BYTES < 2**24
+    assert peak < arrays.RATIO * len(bomb) + 4 * arrays._BLOCK_BYTES < 2**24
 
 
 def test_no_file_expands_to_more_than_the_memory_of_the_machine(monkeypatch):
-    monkeypatch.setattr(expansion, "machine_bytes", lambda: 2**20)
-    expansion.check_expansion(2**20, 2**20, "x")
+    monkeypatch.setattr(arrays, "machine_bytes", lambda: 2**20)
+    arrays.check_expansion(2**20, 2**20, "x")
     with pytest.raises(ParseError, match=r"x: .* of data, more than the .* of memory of this machine\. Split the file"):
-        expansion.check_expansion(2**20 + 1, 2**20, "x")
+        arrays.check_expansion(2**20 + 1, 2**20, "x")
     with pytest.raises(ParseError, match=r"bomb\.gz: .* more than the .* of memory"):
-        expansion.gunzip(gzip.compress(bytes(2**22)), "bomb.gz")
+        arrays.gunzip(gzip.compress(bytes(2**22)), "bomb.gz")
 
 
 def test_gzip_members_are_joined_and_damage_is_noticed(tmp_path):
