@@ -15,11 +15,11 @@ import os
 from typing import TYPE_CHECKING
 
 from amct import log
-from amct.arguments import check_types, input_file, output_file
+from amct.arguments import input_file, output_file
 from amct.atomic import FileGroup, read_bytes, write_text
 from amct.caffe.engine import blob
 from amct.caffe.model import read_model, write_model
-from amct.caffe.prototxt import layer_infos, restore_in_place
+from amct.caffe.prototxt import layer_infos, restore_in_place, start_function
 from amct.caffe.ptq.folding import check_global_statistics
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, fold_updated_statistics, refresh_statistics
 from amct.caffe.ptq.insertion import insert_ifmr
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
-PATH = (str, os.PathLike)
 
 
 def set_gpu_mode() -> None:
@@ -75,19 +74,16 @@ def create_quant_config(
         FileError: a file cannot be read or written.
         ParseError, ModelError, ConfigError: a file is malformed or invalid.
     """
-    check_types(
+    start_function(
         "create_quant_config",
-        {
-            "config_file": (config_file, PATH),
-            "model_file": (model_file, PATH),
-            "weights_file": (weights_file, PATH),
-            "batch_num": (batch_num, (int,)),
-            "activation_offset": (activation_offset, (bool,)),
-            "config_defination": (config_defination, (*PATH, type(None))),
-            "custom_proto": (custom_proto, (*PATH, type(None))),
-        },
+        config_file=config_file,
+        model_file=model_file,
+        weights_file=weights_file,
+        batch_num=batch_num,
+        activation_offset=activation_offset,
+        config_defination=config_defination,
+        custom_proto=custom_proto,
     )
-    log.start("amct_caffe")
     target = output_file(config_file, "config_file")
     input_file(model_file, "model_file")
     input_file(weights_file, "weights_file")
@@ -127,15 +123,9 @@ def init(
         FileError: a file cannot be read or written.
         ParseError, ModelError, ConfigError: a file is malformed, invalid, or does not belong to the model.
     """
-    arguments = {
-        "config_file": (config_file, PATH),
-        "model_file": (model_file, PATH),
-        "weights_file": (weights_file, PATH),
-        "scale_offset_record_file": (scale_offset_record_file, PATH),
-    }
-    check_types("init", arguments)
-    log.start("amct_caffe")
-    for name, (value, _) in list(arguments.items())[:3]:
+    inputs = {"config_file": config_file, "model_file": model_file, "weights_file": weights_file}
+    start_function("init", **inputs, scale_offset_record_file=scale_offset_record_file)
+    for name, value in inputs.items():
         input_file(value, name)
     record = output_file(scale_offset_record_file, "scale_offset_record_file")
     original = read_model(model_file, weights_file, custom_proto)
@@ -171,7 +161,6 @@ def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modi
     """
     graph = check_graph("weights_quantize_model", graph)
     files = _output_files("weights_quantize_model", modified_model_file, modified_weights_file)
-    log.start("amct_caffe")
     graph.fold()
     graph.quantize_weights()
     for name, reason in graph.not_quantized.items():
@@ -208,7 +197,6 @@ def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, m
     """
     graph = check_graph("activation_quantize_model", graph)
     files = _output_files("activation_quantize_model", modified_model_file, modified_weights_file)
-    log.start("amct_caffe")
     graph.need(Stage.WEIGHTS_QUANTIZED, "activation_quantize_model")
     record = graph.calibration_file()
     ranks = all_ranks()
@@ -235,5 +223,5 @@ def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, m
 
 
 def _output_files(function: str, model: AnyPath, weights: AnyPath) -> tuple[Path, Path]:
-    check_types(function, {"modified_model_file": (model, PATH), "modified_weights_file": (weights, PATH)})
+    start_function(function, modified_model_file=model, modified_weights_file=weights)
     return output_file(model, "modified_model_file"), output_file(weights, "modified_weights_file")

@@ -8,12 +8,11 @@ keeps the blob's name, so that after a forward the blob has the same values as b
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from amct import log
-from amct.arguments import check_types, output_file
+from amct.arguments import FILE, check_types, output_file
 from amct.atomic import write_text
 from amct.caffe.engine.graph import filter_net
 from amct.caffe.engine.messages import read_message
@@ -23,6 +22,9 @@ from amct.errors import AmctError
 from amct.schema import format_text
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection
+
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.proto_merge import CustomSchema
 
@@ -31,6 +33,28 @@ if TYPE_CHECKING:
 _IN_PLACE = (
     "ReLU", "PReLU", "ELU", "Sigmoid", "TanH", "Clip", "ReLU6", "Dropout", "BatchNorm", "BN", "Scale", "Bias"
 )  # fmt: skip
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "custom_proto": (*FILE, type(None)),
+    "config_defination": (*FILE, type(None)),
+    "batch_num": (int,),
+    "activation_offset": (bool,),
+    "save_type": (str,),
+}
+"""The types of arguments of AMCT's functions; others are paths."""
+
+
+def start_function(function: str, may_be_none: Collection[str] = (), /, **arguments: object) -> None:
+    """Check the types of the arguments of a function of AMCT, and start the log.
+
+    Raises:
+        ArgumentTypeError: An argument has the wrong type; the message names the function.
+    """
+    none = {name: (type(None),) for name in may_be_none}
+    types = {name: (*_TYPES.get(name, FILE), *none.get(name, ())) for name in arguments}
+    check_types(function, {name: (value, types[name]) for name, value in arguments.items()})
+    log.start("amct_caffe")
 
 
 def uninplace_model(
@@ -52,16 +76,12 @@ def uninplace_model(
     """
     from amct.caffe.model import read_net
 
-    paths = (str, os.PathLike)
-    check_types(
+    start_function(
         "uninplace_model",
-        {
-            "model_file": (model_file, paths),
-            "uninplaced_model_file": (uninplaced_model_file, paths),
-            "custom_proto": (custom_proto, (*paths, type(None))),
-        },
+        model_file=model_file,
+        uninplaced_model_file=uninplaced_model_file,
+        custom_proto=custom_proto,
     )
-    log.start("amct_caffe")
     target = output_file(uninplaced_model_file, "uninplaced_model_file")
     write_text(target, format_text(read_net(model_file, custom_proto)))
 

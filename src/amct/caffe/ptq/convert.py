@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amct import log
-from amct.arguments import check_types, input_file
+from amct.arguments import input_file
 from amct.caffe.model import FEEDFORWARD_TYPES, CaffeModel, read_model
+from amct.caffe.prototxt import start_function
 from amct.caffe.ptq.checking import reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics, fuse
@@ -63,16 +63,13 @@ def convert_model(
         RecordError: the record does not fit the model.
         CalibrationError: a bias does not fit int32 with these factors.
     """
-    paths = (str, os.PathLike)
-    arguments = {
-        "model_file": (model_file, paths),
-        "weights_file": (weights_file, paths),
-        "scale_offset_record_file": (scale_offset_record_file, paths),
+    inputs = {
+        "model_file": model_file,
+        "weights_file": weights_file,
+        "scale_offset_record_file": scale_offset_record_file,
     }
-    others = {"save_path": (save_path, paths), "custom_proto": (custom_proto, (*paths, type(None)))}
-    check_types("convert_model", {**arguments, **others})
-    log.start("amct_caffe")
-    for name, (value, _) in arguments.items():
+    start_function("convert_model", **inputs, save_path=save_path, custom_proto=custom_proto)
+    for name, value in inputs.items():
         input_file(value, name)
     record = read_caffe_record(scale_offset_record_file)
     for warning in record.warnings:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 
-from amct import log
-from amct.arguments import check_types, input_file, output_file
+from amct.arguments import input_file, output_file
+from amct.caffe.prototxt import start_function
 from amct.caffe.ptq.save import CAFFE_FORMATS, check_save_type, prefix_of
 from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_config, write_retrain_model
 from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
 from amct.export.request import SaveRequest
 
 AnyPath = str | os.PathLike[str]
-PATH = (str, os.PathLike)
-OPTIONAL_PATH = (*PATH, type(None))
 
 
 def create_quant_retrain_config(
@@ -40,17 +38,14 @@ def create_quant_retrain_config(
         FileError: a file cannot be read or written.
         ParseError, ModelError, ConfigError: a file is malformed or invalid.
     """
-    check_types(
+    start_function(
         "create_quant_retrain_config",
-        {
-            "config_file": (config_file, PATH),
-            "model_file": (model_file, PATH),
-            "weights_file": (weights_file, PATH),
-            "config_defination": (config_defination, OPTIONAL_PATH),
-            "custom_proto": (custom_proto, OPTIONAL_PATH),
-        },
+        config_file=config_file,
+        model_file=model_file,
+        weights_file=weights_file,
+        config_defination=config_defination,
+        custom_proto=custom_proto,
     )
-    log.start("amct_caffe")
     output_file(config_file, "config_file")
     input_file(model_file, "model_file")
     input_file(weights_file, "weights_file")
@@ -87,21 +82,16 @@ def create_quant_retrain_model(
         FileError: a file cannot be read or written.
         ParseError, ModelError, ConfigError: a file is malformed, invalid, or does not belong to the model.
     """
-    inputs = {
-        "model_file": (model_file, PATH),
-        "weights_file": (weights_file, PATH),
-        "config_file": (config_file, PATH),
-    }
+    inputs = {"model_file": model_file, "weights_file": weights_file, "config_file": config_file}
     outputs = {
-        "modified_model_file": (modified_model_file, PATH),
-        "modified_weights_file": (modified_weights_file, PATH),
-        "scale_offset_record_file": (scale_offset_record_file, PATH),
+        "modified_model_file": modified_model_file,
+        "modified_weights_file": modified_weights_file,
+        "scale_offset_record_file": scale_offset_record_file,
     }
-    check_types("create_quant_retrain_model", {**inputs, **outputs, "custom_proto": (custom_proto, OPTIONAL_PATH)})
-    log.start("amct_caffe")
-    for name, (value, _) in inputs.items():
+    start_function("create_quant_retrain_model", **inputs, **outputs, custom_proto=custom_proto)
+    for name, value in inputs.items():
         input_file(value, name)
-    modified, weights, record = (output_file(value, name) for name, (value, _) in outputs.items())
+    modified, weights, record = (output_file(value, name) for name, value in outputs.items())
     files = RetrainFiles(config=config_file, record=record, model=modified, weights=weights)
     write_retrain_model(model_file, weights_file, files, custom_proto)
 
@@ -135,22 +125,20 @@ def save_quant_retrain_model(
         ParseError, ModelError, ConfigError: a file is malformed, invalid, or does not belong to the model.
         RecordError: the TEST phase has not written the record.
     """
-    inputs = {
-        "retrained_model_file": (retrained_model_file, PATH),
-        "retrained_weights_file": (retrained_weights_file, PATH),
-    }
-    others = {
-        "save_type": (save_type, (str,)),
-        "save_path": (save_path, PATH),
-        "scale_offset_record_file": (scale_offset_record_file, OPTIONAL_PATH),
-        "config_file": (config_file, OPTIONAL_PATH),
-        "custom_proto": (custom_proto, OPTIONAL_PATH),
-    }
-    check_types("save_quant_retrain_model", {**inputs, **others})
+    inputs = {"retrained_model_file": retrained_model_file, "retrained_weights_file": retrained_weights_file}
+    start_function(
+        "save_quant_retrain_model",
+        ("scale_offset_record_file", "config_file"),
+        **inputs,
+        save_type=save_type,
+        save_path=save_path,
+        scale_offset_record_file=scale_offset_record_file,
+        config_file=config_file,
+        custom_proto=custom_proto,
+    )
     check_save_type("save_quant_retrain_model", save_type)
     where = prefix_of(save_path)
-    log.start("amct_caffe")
-    for name, (value, _) in inputs.items():
+    for name, value in inputs.items():
         input_file(value, name)
     trained = Trained.read(retrained_model_file, retrained_weights_file, custom_proto)
     record_file = trained.file_of("scale_offset_record_file", scale_offset_record_file)
