@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.nn import functional
@@ -14,7 +14,7 @@ from amct.caffe.engine.layers.tensor_math import TensorOperator
 from amct.numerics.fold import ChannelAffine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.layer import Activation
@@ -22,15 +22,18 @@ if TYPE_CHECKING:
 
 
 class Elementwise(Layer):
-    """top = function(bottom), applied to each value; the shape stays. Subclasses define ``function``."""
+    """top = function(bottom), applied to each value; the shape stays."""
+
+    plain: ClassVar[Callable[..., torch.Tensor]]
+    """The function, of a subclass without options; one with options overrides ``function``."""
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """function(bottom)."""
         return [self.function(bottoms[0])]
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """The activation function."""
-        raise NotImplementedError
+        """The function of the layer with its options."""
+        return type(self).plain(bottom)
 
 
 @register("ReLU")
@@ -70,9 +73,7 @@ class Sigmoid(Elementwise):
 class TanH(Elementwise):
     """y = tanh(x)."""
 
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """tanh(x)."""
-        return torch.tanh(bottom)
+    plain = torch.tanh
 
 
 @register("ELU")
@@ -91,9 +92,7 @@ class AbsVal(Elementwise):
 
     allows_in_place = False
 
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """|x|."""
-        return bottom.abs()
+    plain = torch.abs
 
 
 @register("BNLL")
@@ -234,27 +233,21 @@ class ReLU6(Elementwise):
 class Hswish(Elementwise):
     """y = x * min(max(x + 3, 0), 6) / 6, as in MobileNet v3."""
 
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """Return x * min(max(x + 3, 0), 6) / 6."""
-        return functional.hardswish(bottom)
+    plain = functional.hardswish
 
 
 @register("HSigmoid")
 class HSigmoid(Elementwise):
     """y = min(max(x + 3, 0), 6) / 6, as in MobileNet v3."""
 
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """Return min(max(x + 3, 0), 6) / 6."""
-        return functional.hardsigmoid(bottom)
+    plain = functional.hardsigmoid
 
 
 @register("Mish")
 class Mish(Elementwise):
     """y = x * tanh(log(1 + exp(x))), as in YOLO v4."""
 
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """Return x * tanh(log(1 + exp(x)))."""
-        return functional.mish(bottom)
+    plain = functional.mish
 
 
 @register("RReLU")
@@ -279,54 +272,42 @@ class RReLU(Elementwise):
 class Sqrt(Elementwise):
     """y = sqrt(x)."""
 
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """sqrt(x)."""
-        return bottom.sqrt()
+    plain = torch.sqrt
 
 
 @register("Ceil")
 class Ceil(Elementwise):
     """The smallest integer >= x; not differentiable."""
 
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """ceil(x)."""
-        return bottom.ceil()
+    plain = torch.ceil
 
 
 @register("Sign")
 class Sign(Elementwise):
     """-1, 0 or 1 by the sign of x; not differentiable."""
 
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """sign(x)."""
-        return bottom.sign()
+    plain = torch.sign
 
 
 @register("Cos")
 class Cos(Elementwise):
     """y = cos(x), x in radians."""
 
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """cos(x)."""
-        return bottom.cos()
+    plain = torch.cos
 
 
 @register("Sin")
 class Sin(Elementwise):
     """y = sin(x), x in radians."""
 
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """sin(x)."""
-        return bottom.sin()
+    plain = torch.sin
 
 
 @register("Erf")
 class Erf(Elementwise):
     """y = erf(x), the error function."""
 
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """erf(x)."""
-        return bottom.erf()
+    plain = torch.erf
 
 
 @register("CReLU")
