@@ -179,7 +179,7 @@ def _run_onnx(pair: ModelPair, request: Request) -> _Found:
 def _run_torch(pair: ModelPair, request: Request) -> _Found:
     from amct.cli.model_layers import load_reference
     from amct.onnx_model.reading import input_shape, read_model
-    from amct.pytorch.comparing import reference_onnx
+    from amct.pytorch.door import reference_onnx
 
     (reference,) = pair.float_model
     proto = read_model(pair.quantized_model[0], "QUANT", allow_quantized=True).model

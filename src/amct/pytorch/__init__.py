@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from amct.config.simple_config import LayerConfig
     from amct.numerics.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
     from amct.pipeline.quantized_model import QuantizedModel
-    from amct.pytorch.comparing import compare
-    from amct.pytorch.door import quantize
+    from amct.pytorch.door import compare, quantize
     from amct.pytorch.inputs import IoOptions
     from amct.pytorch.pruning.door import prune, restore_pruned, sparsify
     from amct.pytorch.pruning.pruned_model import PrunedModel
@@ -62,7 +61,7 @@ __getattr__, __dir__ = lazy_names(
         "QuantConfig": "amct.config.python_config",
         "QuantizedModel": "amct.pipeline.quantized_model",
         "Record": "amct.record",
-        "compare": "amct.pytorch.comparing",
+        "compare": "amct.pytorch.door",
         "prepare_qat": "amct.pytorch.qat.door",
         "prune": "amct.pytorch.pruning.door",
         "quantize": "amct.pytorch.door",

@@ -1,32 +1,43 @@
-"""The PyTorch front door: quantization of a torch model in one call."""
+"""The PyTorch front door: quantization of a torch model in one call, and the comparison of two models."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from amct.calibration import ALONE
 from amct.config.python_config import plan_of
-from amct.errors import ArgumentError, ArgumentTypeError
+from amct.errors import ArgumentError, ArgumentTypeError, ModelError
 from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline import flow
+from amct.pipeline.compare import measure
 from amct.pipeline.passes import fingerprint
+from amct.pipeline.quantized_model import QuantizedModel
 from amct.pytorch.calibrating import balance_of
 from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.inputs import IoOptions, torch_batches
+from amct.pytorch.capture.functional_layers import find_functional_layers, layer_module
+from amct.pytorch.folding import fuse
+from amct.pytorch.inputs import IoOptions, example_inputs, torch_batches
+from amct.pytorch.layer_hooks import TorchRun
+from amct.pytorch.onnx.float_onnx import float_onnx
 from amct.pytorch.preparation import TorchPreparation, prepare
-from amct.pytorch.user_model import refuse_operators, unwrap
+from amct.pytorch.user_model import copy_model, refuse_operators, unwrap
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from onnx import ModelProto
+
     from amct.calibration import Ranks
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig
+    from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.flow import AnyResume
     from amct.pipeline.passes import Passes
-    from amct.pipeline.quantized_model import QuantizedModel
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import AdaRoundMode
@@ -112,3 +123,109 @@ class TorchDoor:
         assert self._traced is not None, "plan comes first"
         balance = balance_of(self._traced, plan, data, ranks)
         return prepare(self._traced, plan, balance=balance, data=data.all, adaround=self._adaround, ranks=ranks)
+
+
+# -- comparing two models ----------------------------------------------------------------------------------------------
+
+
+def compare(
+    float_model: nn.Module,
+    quantized_model: QuantizedModel | nn.Module,
+    data: object,
+    *,
+    inputs: BatchInputs | None = None,
+) -> list[LayerComparison]:
+    """Run both models on data and compare the outputs of their layers, in execution order.
+
+    A layer with a folded batch norm is compared with the output of the batch norm in the float model.
+
+    Args:
+        float_model: the original; it is not changed, and is run in eval mode.
+        quantized_model: the result of ``quantize``, whose quantized layers are compared; or a simulated model, in which
+            all modules with weights that have the same name in both models are compared.
+        data: a tensor, an iterable of batches or a DataLoader, as for ``quantize``.
+        inputs: as for ``quantize``.
+
+    Raises:
+        ArgumentTypeError: an argument is not a model.
+        ArgumentError: the outputs of a layer have different shapes.
+        ModelError: the models have no layer in common.
+        CalibrationError: there is no data.
+    """
+    if not isinstance(float_model, nn.Module):
+        raise ArgumentTypeError(f"float_model: expected a torch.nn.Module, got {type(float_model).__name__}")
+    if not isinstance(quantized_model, (QuantizedModel, nn.Module)):
+        raise ArgumentTypeError(
+            "quantized_model: expected what quantize() returned or a torch.nn.Module, "
+            f"got {type(quantized_model).__name__}"
+        )
+    reference = copy_model(unwrap(float_model), share_tensors=True)
+    batches = torch_batches(reference, data, inputs)
+    example = batches.first()
+    if isinstance(quantized_model, QuantizedModel):
+        reference = find_functional_layers(reference, example_inputs(reference, (*example[0], example[1])))
+        other, folded = quantized_model.model, quantized_model.prepared.folded_layers
+        layers = {name: [name, *folded.get(name, ())][-1] for name in quantized_model.layers}
+    else:
+        other = copy_model(unwrap(quantized_model), share_tensors=True)
+        layers = _common_layers(reference, other, example)
+    missing = [place for place in layers.values() if not _has(reference, place)]
+    if missing or not layers:
+        lacking = f'; "{missing[0]}" is not in {type(reference).__name__}' if missing else ""
+        raise ModelError(f"float_model and quantized_model must have the same layer names{lacking}")
+    own = {name: name for name in layers}
+    measured = measure(TorchRun(reference, layers), TorchRun(other, own), batches.with_originals())
+    return list(measured.layers.values())
+
+
+def reference_onnx(model: nn.Module, example: NDArray[np.float32]) -> ModelProto:
+    """The folded float model as ONNX, for comparison with its quantized files, which have the same tensor names.
+
+    Raises:
+        ExportError: the model cannot be captured, or uses an operation that ONNX lacks.
+    """
+    traced = cached_trace(model, torch.from_numpy(example), all_layers=True, stored_weights=True)
+    return float_onnx(traced, fuse(traced)).model
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    try:
+        layer_module(model, path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _common_layers(reference: nn.Module, other: nn.Module, arguments: Arguments) -> dict[str, str]:
+    """The modules with their own weights that exist in both models and compute the same output."""
+    mine = dict(other.named_modules())
+    leaves = {
+        name: module
+        for name, module in reference.named_modules()
+        if name in mine and next(module.parameters(recurse=False), None) is not None
+    }
+    folded = {name for name in leaves if isinstance(mine[name], nn.Identity)}
+    changed = _makers(reference, leaves, folded, arguments) if folded else set()
+    return {name: name for name in leaves if name not in changed}
+
+
+def _makers(model: nn.Module, leaves: dict[str, nn.Module], folded: set[str], arguments: Arguments) -> set[str]:
+    """The layers that feed the folded modules: folding changed their weights, so their outputs differ."""
+    made: list[tuple[str, object]] = []
+    makers: set[str] = set()
+
+    def remember(name: str) -> Any:  # noqa: ANN401  a hook
+        return lambda _, __, output: made.append((name, output))
+
+    def look_up(_: nn.Module, args: tuple[Any, ...]) -> None:
+        makers.update(name for name, output in made if args and output is args[0])
+
+    handles = [module.register_forward_hook(remember(name)) for name, module in leaves.items()]
+    handles += [leaves[name].register_forward_pre_hook(look_up) for name in folded]
+    try:
+        with torch.no_grad():
+            model(*arguments[0], **arguments[1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return makers

@@ -1,4 +1,4 @@
-"""Hooks that observe or change the inputs of layers of a copied model, and the fake-quantized model made with them.
+"""Hooks that observe or change the inputs of layers of a copied model, and the models and runs made with them.
 
 Hooks keep the copy's class and module names, and ``.to()`` and ``state_dict`` work as in the original.
 """
@@ -7,31 +7,37 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from amct.calibration.session import HIDDEN
 from amct.errors import AmctError
 from amct.numerics.affine import dequantize, fake_quantize, quantize_bias
 from amct.numerics.dmq import balance_activation
-from amct.pytorch.capture.capturable import all_values, on_all_values
+from amct.pipeline.door import ModelOutput
+from amct.pytorch.capture.capturable import all_values, on_all_values, tensors_in
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import put_weights
 from amct.pytorch.capture.program import uncompiled
 from amct.pytorch.user_model import MARK
+from amct.report.filling import input_key
+from amct.report.measuring import OUTPUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch.utils.hooks import RemovableHandle
 
     from amct.calibration import CalibrationSession
     from amct.numerics.qparams import QParams
+    from amct.pipeline.door import OnTensor
     from amct.pipeline.weights import LayerWeights
     from amct.pytorch.preparation import TorchPreparation
     from amct.record import LayerRecord, Record
@@ -208,6 +214,80 @@ class _ForwardInContext:
                 return self.forward(*args, **kwargs)
             with uncompiled(), self.context((args, kwargs)):
                 return self.forward(*args, **kwargs)
+
+
+# -- a model whose layers are compared ---------------------------------------------------------------------------------
+
+
+class TorchRun:
+    """One of two compared torch models.
+
+    Args:
+        model: The model.
+        layers: By layer: the module whose output is compared.
+        weights: By layer: its weights, whose balance factors apply to observed inputs.
+        shapes_vary: Whether a shape may depend on values, so that it can differ in the other model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, str],
+        weights: Mapping[str, LayerWeights] | None = None,
+        *,
+        shapes_vary: bool = False,
+    ) -> None:
+        self.shapes_vary = shapes_vary
+        self._model = model
+        self._layers = layers
+        self._weights = weights or {}
+
+    @contextmanager
+    def watch(
+        self, *, outputs: OnTensor | None = None, inputs: OnTensor | None = None
+    ) -> Iterator[Callable[[Arguments], ModelOutput]]:
+        """A context whose value is a function that runs the model on one batch, without gradients."""
+        with ExitStack() as stack:
+            for layer, place in self._layers.items() if outputs is not None else ():
+                assert outputs is not None
+                hook = layer_module(self._model, place).register_forward_hook(_output_hook(layer, outputs))
+                stack.callback(hook.remove)
+            for layer, weights in self._weights.items() if inputs is not None else ():
+                assert inputs is not None
+                module = layer_module(self._model, layer)
+                hook = module.register_forward_pre_hook(_input_hook(layer, weights, inputs), with_kwargs=True)
+                stack.callback(hook.remove)
+            yield self._run
+
+    def _run(self, arguments: Arguments) -> ModelOutput:
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), arguments)
+        with torch.no_grad():
+            value = self._model(*args, **kwargs)
+        return torch_output(value)
+
+
+def torch_output(value: object) -> ModelOutput:
+    """What a module returned, with the floating-point tensors in it."""
+    floats = [(OUTPUT, leaf) for leaf in tensors_in(value) if leaf.is_floating_point()]
+    return ModelOutput(value=value, tensors=floats)
+
+
+def _output_hook(layer: str, outputs: OnTensor) -> Callable[..., None]:
+    def hook(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401  a tensor, or a tuple of a recurrent layer
+        # A copy, because an in-place ReLU would change the tensor before it is compared.
+        outputs(layer, all_values(output[0] if isinstance(output, tuple) else output).clone())
+
+    return hook
+
+
+def _input_hook(layer: str, weights: LayerWeights, inputs: OnTensor) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = given_input(args, kwargs)
+        if x is not None:
+            inputs(input_key(layer), weights.balanced_input(all_values(x)))
+
+    return hook
 
 
 # -- the fake-quantized model ------------------------------------------------------------------------------------------

@@ -23,11 +23,10 @@ from amct.pytorch.calibrating import start_calibration
 from amct.pytorch.capture.capturable import tensors_in, with_tensors
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import put_weights, weight_parts
-from amct.pytorch.comparing import TorchRun, torch_output
 from amct.pytorch.folding import Fused, fuse
 from amct.pytorch.inputs import torch_batches
 from amct.pytorch.intermediate_tensors import find_tensors
-from amct.pytorch.layer_hooks import fake_quant_copy
+from amct.pytorch.layer_hooks import TorchRun, fake_quant_copy, torch_output
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, TracedOnnx, float_onnx
 from amct.pytorch.user_model import as_array, copy_model, own_parameters
 

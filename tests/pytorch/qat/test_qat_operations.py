@@ -123,7 +123,7 @@ def test_the_fast_file_computes_what_the_trained_model_computes(trained, optimiz
 def test_the_file_of_tensor_factors_has_the_trained_ones(trained):
     model, folder = trained
     tensors = read_tensor_factors(folder / "net_record.txt.qdq.json")
-    known = {(factors.scale, factors.zero_point) for factors in tensors.values()}
+    known = {(factors.step, factors.zero_point) for factors in tensors.values()}
     assert {quantizer.factors() for quantizer in operation_quantizers(model).values()} <= known
     assert all(factors.mean is None for factors in tensors.values())  # nothing is balanced or corrected
 

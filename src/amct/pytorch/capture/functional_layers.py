@@ -27,22 +27,23 @@ from torch.utils import _pytree as pytree
 
 from amct.model import Skip
 from amct.pytorch.call_sites import FunctionMode
-from amct.pytorch.capture.functional_calls import (
+from amct.pytorch.capture.layer_types import (
+    LAYER_TYPES,
     ComputedWeight,
     base_of,
     channels_of,
     computed_weight,
     functional_call,
+    is_layer,
     store_weights,
     with_stored_weight,
 )
-from amct.pytorch.capture.layer_types import LAYER_TYPES, is_layer
 from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from amct.pytorch.capture.functional_calls import Channels, FunctionalCall, Settings
+    from amct.pytorch.capture.layer_types import Channels, FunctionalCall, Settings
     from amct.pytorch.inputs import ExampleInputs
 
 _PREFIX = "amct_functional_"

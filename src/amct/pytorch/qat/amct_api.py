@@ -31,10 +31,9 @@ from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.inputs import IoOptions, example_inputs
 from amct.pytorch.qat.checkpoint import load_state
-from amct.pytorch.qat.deployment import trained_record
+from amct.pytorch.qat.deployment import tensors_between_layers, trained_record
 from amct.pytorch.qat.door import build
 from amct.pytorch.qat.model import QatModel
-from amct.pytorch.qat.placement import tensors_between_layers
 from amct.pytorch.user_model import unwrap
 from amct.record import Record, encode_record, write_record
 from amct.record.files import form_of

@@ -32,10 +32,10 @@ from amct.pytorch.folding import fuse
 from amct.pytorch.inputs import IoOptions, torch_batches
 from amct.pytorch.layer_hooks import observe_inputs
 from amct.pytorch.pruning.sparse import put_sparse, without_masks
+from amct.pytorch.qat.deployment import not_negative, train_placement
 from amct.pytorch.qat.layers import QuantizedCall, as_quantized, put_quantizers, quantized_layers, trained_parts
 from amct.pytorch.qat.model import QatState, as_qat_model, keep_statistics, kept_batch, with_state
 from amct.pytorch.qat.operations import add_calls, instrument
-from amct.pytorch.qat.placement import not_negative, train_placement
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
 from amct.pytorch.user_model import copy_model, refuse_operators, unwrap
 

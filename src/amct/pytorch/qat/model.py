@@ -19,10 +19,15 @@ from amct.export.request import DEFAULT_FORMATS, Placement, Target
 from amct.pipeline.quantized_model import QuantizedModel
 from amct.pytorch.inputs import IoOptions, torch_batches
 from amct.pytorch.pruning.sparse import make_plain, sparse_layers
-from amct.pytorch.qat.deployment import as_float_model, check_trained, prepare_trained, trained_record
+from amct.pytorch.qat.deployment import (
+    as_float_model,
+    check_trained,
+    prepare_trained,
+    tensors_between_layers,
+    trained_record,
+)
 from amct.pytorch.qat.layers import quantized_layers
 from amct.pytorch.qat.operations import has_operations, inside, operation_quantizers, quantized_inputs
-from amct.pytorch.qat.placement import tensors_between_layers
 from amct.pytorch.user_model import copy_model
 from amct.report.content import TrainedClips, TrainingContent
 

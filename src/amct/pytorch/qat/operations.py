@@ -23,14 +23,14 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from amct.pytorch.call_sites import FunctionMode, OpenCall, function_name
-from amct.pytorch.capture.functional_calls import base_of, channels_of, functional_call
+from amct.pytorch.capture.layer_types import base_of, channels_of, functional_call
 from amct.pytorch.qat.layers import QuantizedCall
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from amct.pytorch.capture.functional_calls import FunctionalCall
+    from amct.pytorch.capture.layer_types import FunctionalCall
 
 logger = logging.getLogger(__name__)
 
