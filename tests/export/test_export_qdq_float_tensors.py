@@ -13,7 +13,7 @@ from amct.export.fake_quant import fake_quant_model
 from amct.export.formats import ExportRequest, export
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.qdq.exporter import plan_tensors, qdq_model
-from amct.export.qdq.residual_streams import residual_streams
+from amct.export.qdq.float_tensors import residual_streams
 from amct.export.request import ExportOptions
 
 

@@ -18,7 +18,7 @@ from amct.errors import ArgumentError, ArgumentTypeError, ExportError, FileError
 from amct.export import writer
 from amct.export.ascend import ascend_model
 from amct.export.fake_quant import fake_quant_model
-from amct.export.formats import ExportedModel, file_name
+from amct.export.formats import ExportedFiles, ExportedModel, file_name
 from amct.export.onnx.messages import model_opset
 from amct.export.qdq.exporter import qdq_model
 from amct.export.request import SavePath, SaveRequest, check_opset
@@ -44,9 +44,11 @@ class Files(OnnxFiles):
         return self.results[name]
 
 
-def save_models(where, models, others=None):
+def save_models(where, models, record=None):
     results = {output: ExportedModel(model=model) for output, model in models.items()}
-    return save_files(Files(where, results, model=next(iter(models.values())), further=others or {}))
+    if record is not None:
+        results["record"] = ExportedFiles(files={"record.txt": [record]})
+    return save_files(Files(where, results, model=next(iter(models.values()))))
 
 
 def listed(folder):
@@ -274,8 +276,7 @@ def test_quant_json_tells_layers_nodes_fusions_and_reasons(exported, tmp_path):
 
 def test_quant_json_lists_the_files_and_refuses_those_of_another_save(tmp_path, models):
     target = SavePath.parse(tmp_path / "net")
-    others = {tmp_path / "net_record.txt": b"record"}
-    written = save_models(target, models, others=others)
+    written = save_models(target, models, record=b"record")
     document = read_quant_json(target.quant_json)
     assert set(document.files) == {path.name for path in written} - {"net_quant.json"}
     record = document.files["net_record.txt"]

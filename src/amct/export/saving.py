@@ -59,10 +59,6 @@ class ModelFiles(Protocol):
             ExportError: the file cannot be used.
         """
 
-    @property
-    def further(self) -> Mapping[Path, bytes]:
-        """Files beside those of the formats, by path."""
-
     def document(self, reports: Mapping[str, ExportReport]) -> QuantJson:
         """The content of ``quant.json`` but for the files; ``reports`` has what was exported by format."""
 
@@ -93,8 +89,6 @@ def save_files(files: ModelFiles) -> list[Path]:
                 add_exported(group, request.where, name, repaired)
                 file, repaired = replace(file, report=repaired.report), None
             saved.append(file)
-        for path, content in files.further.items():
-            group.write_bytes(path, content)
         if request.models:
             document = files.document({file.format: file.report for file in saved})
             document = replace(
@@ -154,7 +148,7 @@ class OnnxFiles:
         folded: By layer: the layers of the original model that were folded into it.
         skipped: What stays float, with the reason.
         config: The config used, as readable text.
-        further: Further files of the group, by path.
+        beside_record: Further files that are written with the record: content by file name behind the prefix.
     """
 
     request: SaveRequest
@@ -166,7 +160,7 @@ class OnnxFiles:
     folded: Mapping[str, Sequence[str]] = field(default_factory=dict)
     skipped: Sequence[Skip] = ()
     config: str = ""
-    further: Mapping[Path, bytes] = field(default_factory=dict)
+    beside_record: Mapping[str, bytes] = field(default_factory=dict)
 
     @cached_property
     def _quantized(self) -> ExportRequest:
@@ -206,7 +200,8 @@ class OnnxFiles:
         return self._record_files() if name == RECORD else export(name, self._quantized, keep_weights=True)
 
     def _record_files(self) -> ExportedFiles:
-        files = {"record.txt": [encode_record(self.record, "text")]}
+        files = {name: [content] for name, content in self.beside_record.items()}
+        files["record.txt"] = [encode_record(self.record, "text")]
         if self.tensors is not None:
             files[str(tensor_factors_path("record.txt"))] = [tensor_factors_text(self.tensors).encode()]
         return ExportedFiles(files=files)

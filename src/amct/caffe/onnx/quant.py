@@ -7,11 +7,13 @@ placement ``fast`` prefers their factors to observed ones, placement ``exact`` q
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from amct.caffe.model import FEEDFORWARD_TYPES
 from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
-from amct.errors import RecordError, did_you_mean
+from amct.errors import ExportError, RecordError, did_you_mean
 from amct.export.binding import LayerBinding
 from amct.export.formats import ExportedModel, ExportRequest, export
 from amct.export.onnx.graph import OnnxGraph
@@ -21,6 +23,7 @@ from amct.export.qdq.nodes import QdqNodes
 from amct.export.request import ExportOptions, Placement, Target
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
+from amct.numerics.min_max import MinMaxObserver
 from amct.numerics.qparams import LayerQParams, Observed, QParams
 
 if TYPE_CHECKING:
@@ -28,8 +31,12 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.net import Net
+    from amct.config.plan import LayerPlan
     from amct.export.formats import Exported
+    from amct.numerics.observer import TensorObserver
     from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
+
+logger = logging.getLogger(__name__)
 
 NARROW, WIDE = 8, 16
 _TABLE_BITS = 4
@@ -270,3 +277,42 @@ def _with_data_only(result: ExportedModel, exported: NetOnnx, parts: _Parts, tar
                         graph.set_input(reader, index, nodes.activation(tensor, factors)[1])
                         quantized.append(tensor)
     return replace(result, model=graph.build(), tensors=(*result.tensors, *dict.fromkeys(quantized)))
+
+
+# -- what amct.caffe.quantize needs beside the record ------------------------------------------------------------------
+
+
+def types_with_ready_integers(placement: str, target: str) -> tuple[str, ...]:
+    """The layer types whose weights in the QDQ file are the integers of the deploy model.
+
+    All others stay float or are rounded again from the float weights, with a scale per output: for every CPU all are,
+    so that pairs of them fit 16 bits.
+    """
+    if target == Target.PORTABLE.value:
+        return ()
+    others: set[LayerKind] = set()
+    if placement != Placement.EXACT.value:
+        others = {LayerKind.CONV_TRANSPOSE} | ({LayerKind.LINEAR} if target == Target.VNNI.value else set())
+    return tuple(each for each in FEEDFORWARD_TYPES if KIND_OF_CAFFE_TYPE[each] not in others)
+
+
+def qdq_observers(net: Net, plans: Mapping[str, LayerPlan]) -> dict[str, TensorObserver]:
+    """Observers of the blobs that placement ``fast`` quantizes and for which the record has no factors.
+
+    Args:
+        net: The folded float net.
+        plans: The layers that will be quantized.
+    """
+    wide = [name for name, plan in plans.items() if any(each.num_bits != NARROW for each in plan.activations)]
+    try:
+        wanted = tensors_to_observe(net, plans, other_bits=wide)
+    except ExportError as error:
+        logger.debug("nothing is observed for the QDQ file: %s", error)
+        return {}
+    known = {
+        blob
+        for layer in net.layers
+        if layer.name in plans and layer.name not in wide
+        for blob in layer.parameter.bottom
+    }
+    return {name: MinMaxObserver() for name in wanted if name not in known}

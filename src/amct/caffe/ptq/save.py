@@ -12,11 +12,10 @@ from amct import log
 from amct.arguments import check_types
 from amct.caffe.model import build_net, caffemodel_parts
 from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
-from amct.caffe.onnx.quant import other_format, quantized_onnx
+from amct.caffe.onnx.quant import other_format, quantized_onnx, types_with_ready_integers
 from amct.caffe.ptq.checking import PairCheck, content_digest, reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
-from amct.caffe.ptq.qdq import types_with_ready_integers
 from amct.calibration import all_ranks
 from amct.calibration.record_files import progress_path, read_progress
 from amct.config.plan import config_text
@@ -35,7 +34,6 @@ from amct.schema import format_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
-    from pathlib import Path
 
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import QuantizedNet
@@ -202,7 +200,6 @@ class CaffeFiles:
         self._nets: dict[str, QuantizedNet] = {}
         """The pairs without their weights, so that those of one net at a time are in memory."""
         self._digest: bytes | None = None
-        self.further: Mapping[Path, bytes] = {}
 
     def export(self, name: str) -> Exported | ExportError:
         """A pair, or the net in an ONNX format; an error if it has no ONNX form."""

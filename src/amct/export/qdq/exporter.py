@@ -20,11 +20,9 @@ from amct.export.onnx.layer_lookup import find_layers
 from amct.export.qdq.auto import fastest_placement
 from amct.export.qdq.balance import balance_inputs, fold_balance, folded_balance
 from amct.export.qdq.float_tensors import imprecise_sums, tensors_kept_float
-from amct.export.qdq.means import means_to_pooling
 from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes
-from amct.export.qdq.pads import merge_pads
 from amct.export.qdq.placement import FastPlacement, FastPlanner, LayerInput, Source, has_integer_kernel
-from amct.export.qdq.unfused_sums import keep_sums_apart
+from amct.export.qdq.rewrites import keep_sums_apart, means_to_pooling, merge_pads
 from amct.export.request import Placement, Target, choice
 from amct.model import Skip
 

@@ -1,6 +1,6 @@
 """The tensors between layers that placement ``fast`` leaves float although they have factors, with the reason.
 
-1. Residual streams (``residual_streams.py``).
+1. Residual streams (below).
 2. Partial sums: a sum of many addends, such as the branches of a MobileOne block, is rounded once, not at every Add.
 3. Probabilities of many alternatives, as in attention over many positions. If all n alternatives are equally probable,
    the sum of n independent values weighted by 1/n is √n times smaller than a value; rounding each weight with step s
@@ -14,11 +14,12 @@ import math
 from typing import TYPE_CHECKING
 
 from amct.export.onnx.messages import attribute_value
-from amct.export.qdq.residual_streams import is_computed_sum, residual_streams
-from amct.model.operators import MOVING
+from amct.model.operators import MOVING, NORMALIZING, REDUCING, STATISTIC, STREAM, STREAM_START
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+    from onnx import NodeProto
 
     from amct.export.onnx.graph import OnnxGraph
     from amct.numerics.qparams import Observed
@@ -27,6 +28,8 @@ PROBABILITY_STEP = 1 / 255
 """The step of a probability that was not observed."""
 _PROBABILITY_SQNR = 10 ** (30 / 20)
 """30 dB, the order of what the 8-bit layers themselves reach."""
+_LONGEST_STATISTIC = 24
+"""The largest number of tensors between the values of a sample and their standard deviation."""
 
 
 def tensors_kept_float(
@@ -83,3 +86,141 @@ def _moved(graph: OnnxGraph, tensor: str) -> list[str]:
     for name in found:
         found += [user.output[0] for user in graph.consumers(name) if user.op_type in MOVING and user.input[0] == name]
     return found
+
+
+# -- residual streams --------------------------------------------------------------------------------------------------
+
+
+def residual_streams(graph: OnnxGraph) -> frozenset[str]:
+    """The tensors of all residual streams, and those between a stream and the layers that start it.
+
+    A residual stream is a sum that a normalization of each sample reads (LayerNorm, RMSNorm, GroupNorm, not
+    BatchNorm). Such a stream runs through the whole model, and a few of its channels are much larger than the
+    others. A quantizer of 8 bits takes its step from the large ones, and the normalization amplifies the rounding
+    error of the small ones; every block adds the same error again. So placement ``fast`` leaves the stream float,
+    and the output of each layer that starts it, also through a normalization: a patch convolution whose output is
+    normalized before the first block, or a convolution between two stages. All later blocks get its error. A
+    convolution whose output is only added to the stream is no part of it, normalized or not.
+
+    Exporters write a normalization as one operator or as arithmetic: ``(x - mean(x)) / sqrt(mean((x - mean(x))²) +
+    eps)``, without the subtraction for RMSNorm. Both are found.
+    """
+    normalized = dict(normalizations(graph))
+    found: set[str] = set()
+    for source in normalized.values():
+        if source in found:
+            continue
+        members = _reachable([source], lambda tensor: _neighbours(graph, tensor, normalized))
+        makers = (graph.producer(tensor) for tensor in members)
+        if any(node is not None and is_computed_sum(graph, node) for node in makers):
+            found |= _reachable(members, lambda tensor: _sources(graph, tensor, STREAM_START, normalized))
+    starts = [source for result, source in normalized.items() if result in found and not _is_only_added(graph, result)]
+    found |= _reachable(starts, lambda tensor: _sources(graph, tensor, STREAM_START, normalized))
+    return frozenset(tensor for tensor in found if not _is_added_convolution(graph, tensor))
+
+
+def _is_added_convolution(graph: OnnxGraph, tensor: str) -> bool:
+    """Whether a tensor is the output of a convolution that is only added to a stream, at most moved and scaled.
+
+    onnxruntime computes a convolution in integers only if its output is quantized. That rounds the addend in steps of
+    its own range, once; the stream itself is not rounded.
+    """
+    producer = graph.producer(tensor)
+    return producer is not None and producer.op_type == "Conv" and _is_only_added(graph, tensor)
+
+
+def _is_only_added(graph: OnnxGraph, tensor: str) -> bool:
+    """Whether a tensor is an addend of one sum and nothing else, at most moved and scaled."""
+    user = graph.only_consumer(tensor)
+    while user is not None and not is_computed_sum(graph, user):
+        scales = user.op_type == "Mul" and len(_data(graph, user)) == 1
+        moves = user.op_type in MOVING and user.op_type != "Concat"
+        user = graph.only_consumer(user.output[0]) if scales or moves else None
+    return user is not None
+
+
+def _reachable(start: Iterable[str], neighbours: Callable[[str], list[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = list(start)
+    while waiting:
+        tensor = waiting.pop()
+        if tensor not in found:
+            found.add(tensor)
+            waiting += neighbours(tensor)
+    return found
+
+
+def _neighbours(graph: OnnxGraph, tensor: str, normalized: Collection[str]) -> list[str]:
+    """The tensors before and behind a tensor of a stream."""
+    behind = [
+        name
+        for user in graph.consumers(tensor)
+        if user.op_type in STREAM and tensor in _data(graph, user)
+        for name in user.output
+        if name
+    ]
+    return [*_sources(graph, tensor, STREAM, normalized), *behind]
+
+
+def _sources(graph: OnnxGraph, tensor: str, operators: Collection[str], normalized: Collection[str]) -> list[str]:
+    """The tensors from which one of these operators computes a tensor; the result of a normalization has none."""
+    producer = graph.producer(tensor)
+    if producer is None or producer.op_type not in operators or tensor in normalized:
+        return []
+    return _data(graph, producer)
+
+
+def _data(graph: OnnxGraph, node: NodeProto) -> list[str]:
+    """The computed inputs of a node, without shapes and indices."""
+    inputs = node.input[:1] if node.op_type in MOVING and node.op_type != "Concat" else node.input
+    return [name for name in inputs if name and not graph.is_constant(name)]
+
+
+def is_computed_sum(graph: OnnxGraph, node: NodeProto) -> bool:
+    """Whether a node adds two or more computed tensors."""
+    return node.op_type in ("Add", "Sum") and len(_data(graph, node)) > 1
+
+
+def normalizations(graph: OnnxGraph) -> Iterator[tuple[str, str]]:
+    """The result and the input of each normalization."""
+    for node in graph.nodes:
+        if node.op_type in NORMALIZING:
+            yield node.output[0], node.input[0]
+        elif node.op_type in ("Div", "Mul") and len(_data(graph, node)) > 1:
+            source = _normalized_input(graph, node)
+            if source is not None:
+                yield node.output[0], source
+
+
+def _normalized_input(graph: OnnxGraph, node: NodeProto) -> str | None:
+    """The tensor that a Div or Mul normalizes: one operand holds its values, the other only their statistics."""
+    first, second = node.input
+    for values, statistic in ((first, second), (second, first)) if node.op_type == "Mul" else ((first, second),):
+        producer = graph.producer(values)
+        centered = producer.input[0] if producer is not None and producer.op_type == "Sub" else values
+        for source in dict.fromkeys((centered, values)):
+            if _is_statistic(graph, statistic, source):
+                return source
+    return None
+
+
+def _is_statistic(graph: OnnxGraph, tensor: str, source: str) -> bool:
+    """Whether a tensor is computed from means or sums of ``source`` and from constants only."""
+    seen: set[tuple[str, bool]] = set()
+    waiting = [(tensor, False)]
+    uses_source = False
+    while waiting:
+        name, reduced = waiting.pop()
+        if (name, reduced) in seen or graph.is_constant(name):
+            continue
+        seen.add((name, reduced))
+        if name == source and reduced:
+            uses_source = True
+            continue
+        producer = graph.producer(name)
+        if name == source or producer is None or producer.op_type not in STATISTIC or len(seen) > _LONGEST_STATISTIC:
+            return False
+        reduced = reduced or producer.op_type in REDUCING
+        inputs = producer.input[:1] if producer.op_type in REDUCING else producer.input
+        waiting += [(each, reduced) for each in inputs if each]
+    return uses_source

@@ -115,7 +115,7 @@ class PrunedModel:
             FloatFiles(
                 record=self._latest_record(),
                 formats=("deploy",),
-                others={where.file(STATE_FILE): stream.getvalue()},
+                others={STATE_FILE: stream.getvalue()},
                 opset=opset,
             ),
         )

@@ -67,13 +67,13 @@ class FloatFiles:
     Attributes:
         record: Written beside the files, if given.
         formats: The formats of the ONNX files, which all have the same content.
-        others: Further files to write with them, by path.
+        others: Further files to write with the record: content by file name behind the prefix.
         opset: Of the ONNX files; None: the default.
     """
 
     record: Record | None = None
     formats: tuple[str, ...] = ("deploy", "fake_quant")
-    others: Mapping[Path, bytes] = field(default_factory=dict)
+    others: Mapping[str, bytes] = field(default_factory=dict)
     opset: int | None = None
 
 
@@ -104,7 +104,7 @@ def save_float(
         reference=_reference(traced, onnx_model),
         folded=notes.fusions,
         skipped=notes.skips(),
-        further=files.others,
+        beside_record=files.others,
     )
     return save_files(written)
 
