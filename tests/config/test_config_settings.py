@@ -52,6 +52,17 @@ def test_every_algorithm_and_default_of_the_schema_is_in_the_registry(name):
                 assert shortest(field.default_value) == default, (algorithm.message, field.name)
 
 
+def test_defaults_of_the_calibration_layer_are_those_of_ifmr():
+    fields = descriptor("caffe.IFMRParameter", schema="caffe").fields_by_name
+    defaults = {name: shortest(fields[name].default_value) for name in fields if fields[name].has_default_value}
+    layer = {"batch_num": 1, "index": 0, "reports_progress": False}
+    settings = dataclasses.asdict(IfmrSettings())
+    start, end = settings.pop("search_range")
+    renamed = {"asymmetric": "with_offset", "num_bits": "num_bits_d"}
+    settings = {renamed.get(name, name): value for name, value in settings.items()}
+    assert defaults == {**settings, "search_range_start": start, "search_range_end": end, **layer}
+
+
 def test_bn_update_defaults_are_the_schemas():
     fields = descriptor("AMCTCaffeProto.BnUpdateConfig", schema="caffe_config").fields_by_name
     assert {name: field.default_value for name, field in fields.items()} == dataclasses.asdict(BatchNormUpdate())

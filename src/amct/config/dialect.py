@@ -25,6 +25,7 @@ from amct.config.blocks import (
 from amct.config.checks import ProblemList
 from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
 from amct.config.layers import LayerInfo, LayerList
+from amct.config.simple_config import LAYER_OVERRIDES, TYPE_OVERRIDES, check_layer_names, check_type_names, named
 from amct.schema import ExtraField, descriptor, parse_text
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from amct.config.json_reader import JsonNode
     from amct.config.layers import Capability
     from amct.config.registry import Algorithm
-    from amct.config.simple_config import Blocks, Choice
+    from amct.config.simple_config import Blocks, Choice, SimpleConfig
     from amct.errors import Position
     from amct.numerics.settings import CheckedSettings
     from amct.schema import Schema, TextMessage
@@ -163,7 +164,14 @@ class Dialect(ABC):
         return nodes
 
     def written_globals(self, settings: CheckedSettings, given: Collection[str]) -> dict[str, Any]:
-        """The global fields in their written form."""
+        """The global fields of a JSON config in their written form."""
+        return self._written(settings, given)
+
+    def simple_globals(self, simple: SimpleConfig) -> dict[str, Any]:
+        """The global fields of a simple config in their written form."""
+        return self._written(self.globals(**simple.fields), simple.fields)
+
+    def _written(self, settings: CheckedSettings, given: Collection[str]) -> dict[str, Any]:
         values: dict[str, Any] = asdict(settings)  # type: ignore[call-overload]  # a dataclass
         return {
             key: list(value) if isinstance(value, tuple) else value
@@ -213,7 +221,9 @@ class QuantDialect(Dialect):
         """The algorithms of the block that applies to a layer."""
 
     def check_blocks(self, blocks: Blocks, layers: LayerList, problems: ProblemList) -> None:
-        """Report illegal values in any block, unsupported values in overrides, and layers named like a global field."""
+        """Report overrides of unknown names, illegal values, and what a layer or type cannot do or be called."""
+        check_layer_names(named(blocks.by_layer), LAYER_OVERRIDES, layers, self.types, problems)
+        check_type_names(named(blocks.by_type), TYPE_OVERRIDES, self.types, problems)
         for choice in blocks.all():
             block = self.read_choice(choice)
             check_block(block.activation, self.name_keys[0], problems)

@@ -13,9 +13,9 @@ from amct.config.checks import ProblemList, check_settings
 from amct.config.full_config import Level, Origin
 from amct.config.plan import FORCE_FP16, NO_CONFIG, OPEN_ENDED
 from amct.config.ptq.pytorch import PYTORCH
-from amct.config.qat.dialect import RetrainSimple
 from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.config.simple_config import (
+    FUSION_SKIPS,
     NO_BLOCK,
     Blocks,
     Choice,
@@ -186,21 +186,23 @@ def _as_simple_config(config: QuantConfig, batch_num: int) -> SimpleConfig:
     }
     given = {key: value for key, value in extra.items() if value is not None}
     default = config == QuantConfig(batch_num=config.batch_num)
+    fields = {
+        "batch_num": batch_num,
+        "activation_offset": config.activation_offset,
+        "do_fusion": config.do_fusion,
+        **given,
+    }
+    lists = ("skip_layers", "skip_layer_types", FUSION_SKIPS)
     return SimpleConfig(
         source=NO_CONFIG if default else SOURCE,
-        batch_num=batch_num,
-        activation_offset=config.activation_offset,
-        do_fusion=config.do_fusion,
-        skip_layers=_named(config.skip_layers, "skip_layers"),
-        skip_layer_types=_named(config.skip_layer_types, "skip_layer_types"),
-        skip_fusion_layers=_named(config.skip_fusion_layers, "skip_fusion_layers"),
+        fields={**fields, FUSION_SKIPS: list(config.skip_fusion_layers)},
+        origins={key: Origin(Level.ARGUMENT) for key in fields},
+        names={key: _named(getattr(config, key), key) for key in lists},
         blocks=Blocks(
             common=_choice(config.common, Level.COMMON, "common"),
             by_type={name: _choice(entry, Level.TYPE, f'types["{name}"]') for name, entry in config.types.items()},
             by_layer={name: _choice(entry, Level.LAYER, f'layers["{name}"]') for name, entry in config.layers.items()},
         ),
-        extra=given,
-        origins={key: Origin(Level.ARGUMENT) for key in ("batch_num", "activation_offset", "do_fusion", *given)},
     )
 
 
@@ -268,7 +270,7 @@ def retrain_plan_of(config: AnyQatConfig, layers: LayerList) -> RetrainPlan:
     return dialect.make_plan(full, layers)
 
 
-def _as_retrain_simple(config: QatConfig, problems: ProblemList) -> RetrainSimple:
+def _as_retrain_simple(config: QatConfig, problems: ProblemList) -> SimpleConfig:
     def choice(bits: tuple[int, int], level: Level, place: str) -> Choice:
         weights = _WEIGHT_TRAINING[config.weight_scales](dst_type=_type("weight_bits", bits[0], (4, 8)))
         activations = UlqSettings(dst_type=_type("activation_bits", bits[1], (4, 8, 16)))
@@ -281,13 +283,12 @@ def _as_retrain_simple(config: QatConfig, problems: ProblemList) -> RetrainSimpl
         key: without_repeats(_named(given, key), key, problems, only_warn=True)
         for key, given in (("skip_layers", config.skip_layers), ("skip_layer_types", config.skip_layer_types))
     }
-    return RetrainSimple(
-        source=SOURCE,
-        whole=choice((config.weight_bits, config.activation_bits), Level.COMMON, ""),
-        names=names,
+    blocks = Blocks(
+        common=choice((config.weight_bits, config.activation_bits), Level.COMMON, ""),
         by_type={name: choice(bits, Level.TYPE, f'.types["{name}"]') for name, bits in config.types.items()},
         by_layer={name: choice(bits, Level.LAYER, f'.layers["{name}"]') for name, bits in config.layers.items()},
     )
+    return SimpleConfig(source=SOURCE, names=names, blocks=blocks)
 
 
 def _type(name: str, bits: int, legal: tuple[int, ...]) -> Any:  # noqa: ANN401  one of the literal types

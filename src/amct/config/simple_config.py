@@ -8,14 +8,13 @@ effective setting can be traced to its line.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from amct.config.checks import shorten
 from amct.config.full_config import DEFAULT, Level, Origin
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from amct.config.checks import ProblemList
     from amct.config.layers import LayerInfo, LayerList
@@ -79,11 +78,15 @@ class Blocks:
         """The block of the layer, else of its type, else the common one, else none."""
         return self.by_layer.get(layer.name) or self.by_type.get(layer.type) or self.common
 
-    def all(self) -> Iterable[Choice]:
-        """Every block of the file once: common, types, layers."""
-        yield self.common
+    def overrides(self) -> Iterator[Choice]:
+        """Every override, types first."""
         yield from self.by_type.values()
         yield from self.by_layer.values()
+
+    def all(self) -> Iterator[Choice]:
+        """Every block of the file once: common, types, layers."""
+        yield self.common
+        yield from self.overrides()
 
 
 def read_common(message: TextMessage, name: str) -> Choice:
@@ -199,100 +202,87 @@ def _listing(types: Collection[str]) -> str:
     return f" Types that can: {', '.join(types)}." if len(types) <= 12 else ""
 
 
+LAYER_OVERRIDES = "override_layer_configs"
+TYPE_OVERRIDES = "override_layer_types"
+FUSION_SKIPS = "skip_fusion_layers"
+_SCALARS = ("batch_num", "activation_offset", "do_fusion", "fakequant_precision_mode")
+_LISTS = (
+    "skip_layers", "skip_layer_types", FUSION_SKIPS, "quant_skip_layers", "quant_skip_types",
+    "regular_prune_skip_layers", "regular_prune_skip_types",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimpleConfig:
-    """Global fields, lists of names and blocks of a simple config, or the equivalent function arguments.
+    """The content of a simple config, or of an equivalent Python object or function call; else all defaults.
 
-    ``extra`` has the global fields of a single dialect, as written in the JSON.
+    Attributes:
+        source: The file, or the function that was called without one.
+        fields: The global fields that it gives, as the JSON has them.
+        origins: The origin of each of them.
+        names: The lists of layer names and types, by field.
+        blocks: What applies to which layer. In retraining the common block is the whole file: data, weight and prune
+            blocks stand side by side there and in each override.
     """
 
     source: str
-    batch_num: int = 1
-    activation_offset: bool = True
-    do_fusion: bool = True
-    skip_layers: tuple[Named, ...] = ()
-    skip_layer_types: tuple[Named, ...] = ()
-    skip_fusion_layers: tuple[Named, ...] = ()
-    blocks: Blocks = field(default_factory=Blocks)
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, Origin] = field(default_factory=dict)
+    names: Mapping[str, tuple[Named, ...]] = field(default_factory=dict)
+    blocks: Blocks = field(default_factory=Blocks)
 
-    @cached_property
-    def _skips(self) -> SkipList:
-        return SkipList(self.skip_layers, self.skip_layer_types)
-
-    def skipped(self, layer: LayerInfo) -> Origin | None:
-        """The entry that switches off a layer or its type; None if it is on."""
-        return self._skips.find(layer)
-
-    def fields(self, keys: Collection[str]) -> dict[str, Any]:
-        """The global fields of the JSON, in the order of ``keys``."""
-        values = {
-            "version": 1,
-            "batch_num": self.batch_num,
-            "activation_offset": self.activation_offset,
-            "do_fusion": self.do_fusion,
-            "skip_fusion_layers": [named.name for named in self.skip_fusion_layers],
-            **self.extra,
-        }
-        return {key: values[key] for key in keys if key in values}
-
-
-def read_simple_config(message: TextMessage, source: str, problems: ProblemList) -> SimpleConfig:
-    """Read the common parts of a parsed ``.cfg``; repeated names are reported."""
-    scalars: dict[str, Any] = {
-        name: message.get(name) for name in ("batch_num", "activation_offset", "do_fusion") if message.has(name)
-    }
-    lists: dict[str, Any] = {
-        name: without_repeats(read_names(message, name), name, problems)
-        for name in ("skip_layers", "skip_layer_types", "skip_fusion_layers")
-    }
-    origins = {name: Origin(Level.GLOBAL, message.where(name)) for name in scalars}
-    if lists["skip_fusion_layers"]:
-        origins["skip_fusion_layers"] = Origin(Level.GLOBAL, message.where("skip_fusion_layers", 0))
-    return SimpleConfig(source=source, blocks=_read_blocks(message, problems), origins=origins, **scalars, **lists)
-
-
-def _read_blocks(message: TextMessage, problems: ProblemList) -> Blocks:
-    by_type, by_layer = message.all("override_layer_types"), message.all("override_layer_configs")
-    return Blocks(
-        common=read_common(message, "common_config"),
-        by_type=read_overrides(by_type, "layer_type", "calibration_config", problems),
-        by_layer=read_overrides(by_layer, "layer_name", "calibration_config", problems),
-    )
-
-
-def check_simple_config(
-    config: SimpleConfig,
-    layers: LayerList,
-    types: Collection[str],
-    fusible_types: Collection[str],
-    problems: ProblemList,
-) -> None:
-    """Report unknown names, types that cannot be quantized, and a config without a layer to quantize."""
-    if config.batch_num < 1:
-        position = config.origins.get("batch_num", DEFAULT).position
-        problems.add(f"batch_num must be at least 1, got {config.batch_num}", position)
-    check_layer_names(config.skip_layers, "skip_layers", layers, types, problems)
-    check_type_names(config.skip_layer_types, "skip_layer_types", types, problems)
-    check_layer_names(
-        config.skip_fusion_layers, "skip_fusion_layers", layers, fusible_types, problems, verb="fused with BatchNorm"
-    )
-    check_layer_names(named(config.blocks.by_layer), "override_layer_configs", layers, types, problems)
-    check_type_names(named(config.blocks.by_type), "override_layer_types", types, problems)
-    _check_something_left(config, layers, types, problems)
-
-
-def _check_something_left(
-    config: SimpleConfig, layers: LayerList, types: Collection[str], problems: ProblemList
-) -> None:
-    quantizable = layers.quantizable(types)
-    if not quantizable:
-        problems.add(layers.why_none_quantizable(types))
-    elif all(config.skipped(layer) for layer in quantizable):
-        first = config.skipped(quantizable[0])
-        problems.add(
-            f"skip_layers and skip_layer_types switch off every layer that can be quantized ({len(quantizable)})."
-            " Leave at least one.",
-            first.position if first else None,
+    def skips(self, kind: str = "") -> SkipList:
+        """The lists for everything, and those of one kind (``quant_`` or ``regular_prune_``)."""
+        lists = dict.fromkeys((_skip_fields(""), _skip_fields(kind)))
+        layers, types = (
+            [name for key in keys for name in self.names.get(key, ())] for keys in zip(*lists, strict=True)
         )
+        return SkipList(layers, types)
+
+    def check_skips(
+        self, kind: str, layers: LayerList, types: Collection[str], problems: ProblemList, *, verb: str = "quantized"
+    ) -> None:
+        """Report names in the skip lists of one kind ("" for everything) that are unknown or cannot be ``verb``."""
+        by_layer, by_type = _skip_fields(kind)
+        check_layer_names(self.names.get(by_layer, ()), by_layer, layers, types, problems, verb=verb)
+        check_type_names(self.names.get(by_type, ()), by_type, types, problems, verb=verb)
+
+
+def _skip_fields(kind: str) -> tuple[str, str]:
+    return f"{kind}skip_layers", f"{kind}skip_types" if kind else "skip_layer_types"
+
+
+def sets(message: TextMessage, name: str) -> bool:
+    """Whether a message sets a field; one that its dialect does not have is never set."""
+    return name in message.descriptor.fields_by_name and message.has(name)
+
+
+def read_simple_config(
+    message: TextMessage, source: str, problems: ProblemList, *, retraining: bool = False
+) -> SimpleConfig:
+    """Read a parsed ``.cfg``; repeated overrides and names are reported, in retraining such names with a warning."""
+    fields: dict[str, Any] = {name: message.get(name) for name in _SCALARS if sets(message, name)}
+    origins = {name: Origin(Level.GLOBAL, message.where(name)) for name in fields}
+    check_batch_num(fields.get("batch_num", 1), origins.get("batch_num", DEFAULT), problems)
+    names = {
+        name: without_repeats(read_names(message, name), name, problems, only_warn=retraining)
+        for name in _LISTS
+        if sets(message, name)
+    }
+    if FUSION_SKIPS in names:
+        fields[FUSION_SKIPS] = [named.name for named in names[FUSION_SKIPS]]
+        origins[FUSION_SKIPS] = Origin(Level.GLOBAL, message.where(FUSION_SKIPS, 0))
+    block = None if retraining else "calibration_config"
+    whole = Choice(message, Origin(Level.COMMON, message.position))
+    blocks = Blocks(
+        common=whole if retraining else read_common(message, "common_config"),
+        by_type=read_overrides(message.all(TYPE_OVERRIDES), "layer_type", block, problems),
+        by_layer=read_overrides(message.all(LAYER_OVERRIDES), "layer_name", block, problems),
+    )
+    return SimpleConfig(source=source, fields=fields, origins=origins, names=names, blocks=blocks)
+
+
+def check_batch_num(batch_num: int, origin: Origin, problems: ProblemList) -> None:
+    """Report a number of batches below 1."""
+    if batch_num < 1:
+        problems.add(f"batch_num must be at least 1, got {batch_num}", origin.position)

@@ -21,21 +21,30 @@ from amct.config.full_config import FullConfig, LayerBlock, Level, Origin
 from amct.config.layers import FILTER_PRUNE_TYPES, QAT_TYPES, SELECTIVE_PRUNE_TYPES, LayerInfo, LayerList
 from amct.config.plan import CompressionPlan, PruneLayerPlan, PrunePlan, settings_of
 from amct.config.qat.dialect import (
-    LAYER_OVERRIDES,
     NAME_KEY,
     PRUNE_BLOCK,
     QUANT_BLOCKS,
     SWITCH_KEY,
-    TYPE_OVERRIDES,
     QatExpander,
-    RetrainSimple,
+    asks_for,
+    blocks_with,
     has,
     part,
     where,
 )
 from amct.config.qat.pytorch import PyTorchQat
 from amct.config.registry import FILTER_PRUNE, SELECTIVE_PRUNE
-from amct.config.simple_config import Choice, RetrainEntry, check_layer_names, check_type_names, named
+from amct.config.simple_config import (
+    LAYER_OVERRIDES,
+    TYPE_OVERRIDES,
+    Blocks,
+    Choice,
+    RetrainEntry,
+    SimpleConfig,
+    check_layer_names,
+    check_type_names,
+    named,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -145,9 +154,9 @@ SKIP_LAYERS = "regular_prune_skip_layers"
 class PruneExpander:
     """Fills in the pruning part of the full config, layer by layer."""
 
-    def __init__(self, simple: RetrainSimple, problems: ProblemList) -> None:
+    def __init__(self, simple: SimpleConfig, problems: ProblemList) -> None:
         self.simple, self.problems = simple, problems
-        self.blocks = simple.blocks((PRUNE_BLOCK,))
+        self.blocks = blocks_with(simple.blocks, (PRUNE_BLOCK,))
         self.skips = simple.skips("regular_prune_")
 
     def methods(self) -> tuple[PruneMethod, ...]:
@@ -225,29 +234,29 @@ class CompressionDialect(PyTorchQat):
     def __init__(self, *, quantizes: bool) -> None:
         self.quantizes = quantizes
 
-    def expand(self, simple: RetrainSimple, layers: LayerList, problems: ProblemList) -> FullConfig:
+    def expand(self, simple: SimpleConfig, layers: LayerList, problems: ProblemList) -> FullConfig:
         """The full config of a model from a simple config.
 
         Raises:
             ConfigError: It asks for nothing, does not fit the model or asks for what cannot be done; all mistakes are
                 listed.
         """
-        prunes = simple.asks_for((PRUNE_BLOCK,))
-        quantizes = self.quantizes and simple.asks_for(QUANT_BLOCKS)
+        prunes = asks_for(simple.blocks, (PRUNE_BLOCK,))
+        quantizes = self.quantizes and asks_for(simple.blocks, QUANT_BLOCKS)
         pruner = PruneExpander(simple, problems)
-        overrides_only = not any(has(simple.whole, name) for name in QUANT_BLOCKS)
+        overrides_only = not any(has(simple.blocks.common, name) for name in QUANT_BLOCKS)
         quantizer = QatExpander(simple, self, problems, overrides_only=overrides_only) if quantizes else None
         if not prunes and not quantizes:
             needed = (PRUNE_BLOCK, *(QUANT_BLOCKS if self.quantizes else ()))
             what = f"the config asks for nothing to be done. Add {' or '.join(needed)}."
-            problems.add(what, simple.whole.origin.position)
+            problems.add(what, simple.blocks.common.origin.position)
         compressible = tuple(QAT_TYPES)  # every type that can be pruned is among them
         simple.check_skips("", layers, compressible, problems, verb="compressed")
         if self.quantizes:
             simple.check_skips("quant_", layers, compressible, problems)
         pruner.check(layers)
         if quantizes:
-            self.check_quantization(simple, layers, problems)
+            self.check_blocks(blocks_with(simple.blocks, QUANT_BLOCKS), layers, problems)
         problems.raise_all()
         expanded = [_expanded(layer, quantizer, pruner if prunes else None) for layer in layers]
         expanded = [config for config in expanded if config.data]
@@ -292,22 +301,22 @@ def _expanded(layer: LayerInfo, quantizer: QatExpander | None, pruner: PruneExpa
 
 
 def _check_something_left(
-    asked: Mapping[str, tuple[bool, str]], expanded: Sequence[LayerBlock], simple: RetrainSimple, problems: ProblemList
+    asked: Mapping[str, tuple[bool, str]], expanded: Sequence[LayerBlock], simple: SimpleConfig, problems: ProblemList
 ) -> None:
     """Report a config without a layer to compress; warn when only pruning or only quantization has none."""
     left = {what: any(config.data.get(key) for config in expanded) for what, (_, key) in asked.items()}
     for what, (is_asked, _) in asked.items():
         if is_asked and not left[what]:
             message = f"there is no layer left to {what}. Look at the skip lists and the types of overrides."
-            position = where(simple.whole, PRUNE_BLOCK) if what == "prune" else None
+            position = where(simple.blocks.common, PRUNE_BLOCK) if what == "prune" else None
             (problems.warn if any(left.values()) else problems.add)(message, position)
 
 
-def _warn_of_prune_only_overrides(simple: RetrainSimple, problems: ProblemList) -> None:
+def _warn_of_prune_only_overrides(simple: SimpleConfig, problems: ProblemList) -> None:
     """Warn of a difference from AMCT, which resets the quantization of such layers to the defaults."""
     found = [
         item
-        for choices in (simple.by_type, simple.by_layer)
+        for choices in (simple.blocks.by_type, simple.blocks.by_layer)
         for item in named(choices)
         if has(choices[item.name], PRUNE_BLOCK) and not any(has(choices[item.name], name) for name in QUANT_BLOCKS)
     ]
@@ -358,7 +367,7 @@ PRUNING = CompressionDialect(quantizes=False)
 def uniform_pruning(settings: PruneSettings, source: str, layers: LayerList) -> PrunePlan:
     """The plan that prunes every layer that can be pruned in this way, all with the same settings."""
     whole = Choice(None, Origin(Level.COMMON), RetrainEntry(prune=settings))
-    full = PRUNING.expand(RetrainSimple(source=source, whole=whole), layers, ProblemList())
+    full = PRUNING.expand(SimpleConfig(source=source, blocks=Blocks(common=whole)), layers, ProblemList())
     plan = PRUNING.compression_plan(full, layers).prune
     assert plan is not None
     return plan

@@ -24,17 +24,19 @@ from amct.config.prune.dialect import (
     read_pruner,
 )
 from amct.config.qat.dialect import (
-    LAYER_OVERRIDES,
     NAME_KEY,
     PRUNE_BLOCK,
     QUANT_BLOCKS,
-    TYPE_OVERRIDES,
-    RetrainSimple,
     part,
-    read_retrain_simple,
-    sets,
 )
 from amct.config.qat.pytorch import PYTORCH_QAT
+from amct.config.simple_config import (
+    LAYER_OVERRIDES,
+    TYPE_OVERRIDES,
+    SimpleConfig,
+    read_simple_config,
+    sets,
+)
 from amct.errors import ParseError
 from amct.numerics.settings import CheckedSettings
 from amct.schema import descriptor, parse_text
@@ -127,10 +129,10 @@ def read_search_config(
     problems.warn_all(message.warnings)
     settings = _settings(message, problems)
     override = _read_override(message, read_file, problems)
-    simple = RetrainSimple(source=source)
+    simple = SimpleConfig(source=source)
     if override is not None:
         problems.warn_all(override.warnings)
-        simple = read_retrain_simple(override, message.get(OVERRIDE_FILE), problems)
+        simple = read_simple_config(override, message.get(OVERRIDE_FILE), problems, retraining=True)
     expander = PruneExpander(simple, problems)
     if override is not None:
         _check_fields(override, simple, problems)
@@ -170,13 +172,13 @@ def _read_override(
     return parse_text(data, descriptor(PYTORCH_QAT.message, schema="pytorch"), path)
 
 
-def _check_fields(override: TextMessage, simple: RetrainSimple, problems: ProblemList) -> None:
+def _check_fields(override: TextMessage, simple: SimpleConfig, problems: ProblemList) -> None:
     """Report fields that a file which only fixes some layers must not have."""
     for field in override.fields:
         if field.name not in ALLOWED_FIELDS:
             what = f"{field.name} is not possible in {OVERRIDE_FILE}. It may have: {', '.join(ALLOWED_FIELDS)}."
             problems.add(what, field.position)
-    for choice in simple.overrides():
+    for choice in simple.blocks.overrides():
         block = choice.block
         assert block is not None
         for name in QUANT_BLOCKS:

@@ -87,8 +87,8 @@ class CaffePtq(PtqDialect):
                 where = message.where(UPDATE_KEY)
                 problems.warn(f"{UPDATE_KEY} has no effect while update_bn is not true", where)
         settings = {item.name: values.get(item.name, item.default) for item in fields(BatchNormUpdate)}
-        extra = {"update_bn": message.get("update_bn", False), UPDATE_KEY: settings}
-        return replace(simple, extra=extra, origins={**simple.origins, **origins})
+        own = {"update_bn": message.get("update_bn", False), UPDATE_KEY: settings}
+        return replace(simple, fields={**simple.fields, **own}, origins={**simple.origins, **origins})
 
     def illegal(self, block: QuantBlock) -> Iterator[tuple[str, str]]:
         """Bit widths that no activation, or no weight of the algorithm, can have."""

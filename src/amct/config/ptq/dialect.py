@@ -13,14 +13,22 @@ from amct.config.dialect import QuantBlock, QuantDialect, label, warn_of_refused
 from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
 from amct.config.layers import MIGRATION_RANGE, LayerInfo, LayerList
 from amct.config.plan import FORCE_FP16, NO_CONFIG, LayerPlan, Plan, reasons_not_quantized, settings_of
-from amct.config.simple_config import Named, SimpleConfig, check_simple_config, read_simple_config, without_repeats
+from amct.config.simple_config import (
+    FUSION_SKIPS,
+    Named,
+    SimpleConfig,
+    check_batch_num,
+    check_layer_names,
+    read_simple_config,
+    without_repeats,
+)
 from amct.numerics.settings import BatchNormUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from amct.config.json_reader import JsonNode
-    from amct.config.simple_config import Choice
+    from amct.config.simple_config import Choice, SkipList
     from amct.errors import Position
     from amct.numerics.settings import WeightRounding, WeightScale, WeightSettings
     from amct.schema import ExtraField, TextMessage
@@ -89,12 +97,13 @@ class PtqDialect(QuantDialect):
                 ``batch_num`` is below 1.
         """
         problems = ProblemList()
+        fields = {"batch_num": batch_num, "activation_offset": activation_offset}
+        check_batch_num(batch_num, DEFAULT, problems)
         simple = SimpleConfig(
             source=NO_CONFIG,
-            batch_num=batch_num,
-            activation_offset=activation_offset,
-            skip_layers=without_repeats([Named(name) for name in skip_layers], "skip_layers", problems),
-            origins={key: Origin(Level.ARGUMENT) for key in ("batch_num", "activation_offset")},
+            fields=fields,
+            origins={key: Origin(Level.ARGUMENT) for key in fields},
+            names={"skip_layers": without_repeats([Named(name) for name in skip_layers], "skip_layers", problems)},
         )
         return self.expand(simple, LayerList(layers), problems)
 
@@ -103,9 +112,9 @@ class PtqDialect(QuantDialect):
         simple = self.with_own_fields(read_simple_config(message, source, problems), message, problems)
         return self.expand(simple, layers, problems)
 
-    @abstractmethod
-    def with_own_fields(self, simple: SimpleConfig, message: TextMessage, problems: ProblemList) -> SimpleConfig:
+    def with_own_fields(self, simple: SimpleConfig, message: TextMessage, problems: ProblemList) -> SimpleConfig:  # noqa: ARG002  for dialects with such fields
         """Add the global fields that only this dialect has."""
+        return simple
 
     def read_choice(self, choice: Choice) -> QuantBlock:
         """The algorithms of a ``CalibrationConfig`` or of an entry of a ``QuantConfig``."""
@@ -117,15 +126,25 @@ class PtqDialect(QuantDialect):
         Raises:
             ConfigError: It does not fit the model or asks for what cannot be done; all mistakes are listed.
         """
-        check_simple_config(simple, layers, tuple(self.types), self._fusible, problems)
+        skips, quantizable = simple.skips(), layers.quantizable(self.types)
+        simple.check_skips("", layers, self.types, problems)
+        kept = simple.names.get(FUSION_SKIPS, ())
+        check_layer_names(kept, FUSION_SKIPS, layers, self._fusible, problems, verb="fused with BatchNorm")
+        if not quantizable:
+            problems.add(layers.why_none_quantizable(self.types))
+        elif all(skips.find(layer) for layer in quantizable):
+            problems.add(
+                "skip_layers and skip_layer_types switch off every layer that can be quantized "
+                f"({len(quantizable)}). Leave at least one.",
+                (skips.find(quantizable[0]) or DEFAULT).position,
+            )
         self.check_blocks(simple.blocks, layers, problems)
         problems.raise_all()
-        quantizable = self._ordered(layers.quantizable(self.types))
-        expanded = tuple(self._expand_layer(layer, simple, problems) for layer in quantizable)
+        expanded = tuple(self._expand_layer(layer, simple, skips, problems) for layer in self._ordered(quantizable))
         warn_of_refused(simple.blocks, layers, problems)
         return FullConfig(
             source=simple.source,
-            fields=simple.fields(self.global_keys),
+            fields=self.simple_globals(simple),
             layers=expanded,
             origins=simple.origins,
             warnings=problems.warnings,
@@ -134,11 +153,13 @@ class PtqDialect(QuantDialect):
     def _ordered(self, layers: Iterable[_LayerT]) -> tuple[_LayerT, ...]:
         return tuple(sorted(layers, key=lambda layer: layer.name) if self.sorted_by_name else layers)
 
-    def _expand_layer(self, layer: LayerInfo, simple: SimpleConfig, problems: ProblemList) -> LayerBlock:
+    def _expand_layer(
+        self, layer: LayerInfo, simple: SimpleConfig, skips: SkipList, problems: ProblemList
+    ) -> LayerBlock:
         capability = self.types[layer.type]
         choice = simple.blocks.choose(layer)
         block = self.read_choice(choice)
-        why = simple.skipped(layer) or (DEFAULT if capability.on_by_default else Origin(Level.RULE))
+        why = skips.find(layer) or (DEFAULT if capability.on_by_default else Origin(Level.RULE))
         enabled = why is DEFAULT
         target = LayerBlock(
             name=layer.name,
@@ -182,7 +203,7 @@ class PtqDialect(QuantDialect):
 
     def offset(self, simple: SimpleConfig, block: AlgorithmBlock) -> tuple[bool, Origin]:  # noqa: ARG002  for dialects where it matters
         """Whether activations have an offset where their block does not specify it, and the origin of that."""
-        return simple.activation_offset, simple.origins.get("activation_offset", DEFAULT)
+        return simple.fields.get("activation_offset", True), simple.origins.get("activation_offset", DEFAULT)
 
     @abstractmethod
     def write_inputs(

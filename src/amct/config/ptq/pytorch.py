@@ -19,13 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from amct.config.blocks import AlgorithmBlock
-    from amct.config.checks import ProblemList
     from amct.config.dialect import QuantBlock
     from amct.config.full_config import LayerBlock
     from amct.config.layers import LayerInfo
     from amct.config.ptq.dialect import Note
     from amct.config.simple_config import Choice, SimpleConfig
-    from amct.schema import TextMessage
 
 MODE_KEY = "fakequant_precision_mode"
 
@@ -59,13 +57,6 @@ class PyTorchPtq(PtqDialect):
     sorted_by_name = True
     weight_rounding = "nearest"
     weight_scale = "negative_side"
-
-    def with_own_fields(self, simple: SimpleConfig, message: TextMessage, problems: ProblemList) -> SimpleConfig:  # noqa: ARG002  as in the base class
-        """Add the precision mode, which is written only when the file has it."""
-        if not message.has(MODE_KEY):
-            return simple
-        origin = Origin(Level.GLOBAL, message.where(MODE_KEY))
-        return replace(simple, extra={MODE_KEY: message.get(MODE_KEY)}, origins={**simple.origins, MODE_KEY: origin})
 
     def read_choice(self, choice: Choice) -> QuantBlock:
         """The algorithms of a block and its strength of balancing."""

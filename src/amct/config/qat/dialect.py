@@ -8,7 +8,7 @@ quantization, for pruning. A name that is repeated in a skip list gives only a w
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,18 +21,13 @@ from amct.config.simple_config import (
     NO_BLOCK,
     Blocks,
     Choice,
-    Named,
-    SkipList,
-    check_layer_names,
-    check_type_names,
-    named,
-    read_names,
-    read_overrides,
-    without_repeats,
+    SimpleConfig,
+    read_simple_config,
+    sets,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from amct.config.json_reader import JsonNode
     from amct.config.registry import Algorithm
@@ -43,89 +38,25 @@ DATA_BLOCK = "retrain_data_quant_config"
 WEIGHT_BLOCK = "retrain_weight_quant_config"
 PRUNE_BLOCK = "prune_config"
 QUANT_BLOCKS = (DATA_BLOCK, WEIGHT_BLOCK)
-LAYER_OVERRIDES = "override_layer_configs"
-TYPE_OVERRIDES = "override_layer_types"
-SKIP_FIELDS = (
-    "skip_layers", "skip_layer_types", "quant_skip_layers", "quant_skip_types", "regular_prune_skip_layers",
-    "regular_prune_skip_types",
-)  # fmt: skip
-SCALARS = ("batch_num", "fakequant_precision_mode")
-
-
 _ENTRIES = {DATA_BLOCK: "activations", WEIGHT_BLOCK: "weights", PRUNE_BLOCK: "prune"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RetrainSimple:
-    """The content of a simple config; all defaults when there is none.
-
-    Attributes:
-        source: The file, or the function that was called without one.
-        whole: The parsed file, or the Python object; neither when there is none.
-        batch_num: How many batches determine the initial clips.
-        precision_mode: ``FORCE_FP16_QUANT`` or None.
-        names: The skip lists by their field names, each name once.
-        by_type: The overrides by layer type, with any blocks.
-        by_layer: The overrides by layer name.
-        origins: The origins of the global fields.
-    """
-
-    source: str
-    whole: Choice = NO_BLOCK
-    batch_num: int = 1
-    precision_mode: str | None = None
-    names: Mapping[str, tuple[Named, ...]] = field(default_factory=dict)
-    by_type: Mapping[str, Choice] = field(default_factory=dict)
-    by_layer: Mapping[str, Choice] = field(default_factory=dict)
-    origins: Mapping[str, Origin] = field(default_factory=dict)
-
-    def skips(self, kind: str) -> SkipList:
-        """The union of the lists for everything and the lists of one kind (``quant_`` or ``regular_prune_``)."""
-        (all_layers, all_types), (layers, types) = _skip_fields(""), _skip_fields(kind)
-        return SkipList(
-            (*self.names.get(all_layers, ()), *self.names.get(layers, ())),
-            (*self.names.get(all_types, ()), *self.names.get(types, ())),
-        )
-
-    def check_skips(
-        self, kind: str, layers: LayerList, types: Sequence[str], problems: ProblemList, *, verb: str = "quantized"
-    ) -> None:
-        """Report names in the skip lists of one kind ("" for everything) that are unknown or cannot be ``verb``."""
-        by_layer, by_type = _skip_fields(kind)
-        check_layer_names(self.names.get(by_layer, ()), by_layer, layers, types, problems, verb=verb)
-        check_type_names(self.names.get(by_type, ()), by_type, types, problems, verb=verb)
-
-    def blocks(self, fields: tuple[str, ...]) -> Blocks:
-        """The blocks that have certain fields."""
-        return Blocks(
-            common=self._common(fields),
-            by_type={name: choice for name, choice in self.by_type.items() if _has_any(choice, fields)},
-            by_layer={name: choice for name, choice in self.by_layer.items() if _has_any(choice, fields)},
-        )
-
-    def _common(self, fields: tuple[str, ...]) -> Choice:
-        first = next((name for name in fields if has(self.whole, name)), None)
-        if first is None:
-            return NO_BLOCK
-        return replace(self.whole, origin=Origin(Level.COMMON, where(self.whole, first)))
-
-    def asks_for(self, fields: tuple[str, ...]) -> bool:
-        """Whether the file has one of these blocks, globally or in an override."""
-        return any(has(choice, name) for choice in (self.whole, *self.overrides()) for name in fields)
-
-    def overrides(self) -> Iterable[Choice]:
-        """Every override, types first."""
-        yield from self.by_type.values()
-        yield from self.by_layer.values()
+def blocks_with(blocks: Blocks, names: tuple[str, ...]) -> Blocks:
+    """The part of a config that has certain blocks."""
+    first = next((name for name in names if has(blocks.common, name)), None)
+    common = NO_BLOCK
+    if first is not None:
+        common = replace(blocks.common, origin=Origin(Level.COMMON, where(blocks.common, first)))
+    return Blocks(
+        common=common,
+        by_type={name: choice for name, choice in blocks.by_type.items() if _has_any(choice, names)},
+        by_layer={name: choice for name, choice in blocks.by_layer.items() if _has_any(choice, names)},
+    )
 
 
-def _skip_fields(kind: str) -> tuple[str, str]:
-    return f"{kind}skip_layers", f"{kind}skip_types" if kind else "skip_layer_types"
-
-
-def sets(message: TextMessage, name: str) -> bool:
-    """Whether a message sets a field; one that its dialect does not have is never set."""
-    return name in message.descriptor.fields_by_name and message.has(name)
+def asks_for(blocks: Blocks, names: tuple[str, ...]) -> bool:
+    """Whether the config has one of these blocks, globally or in an override."""
+    return any(has(choice, name) for choice in blocks.all() for name in names)
 
 
 def has(choice: Choice, name: str) -> bool:
@@ -153,29 +84,6 @@ def part(choice: Choice, name: str) -> Choice:
     return Choice(block, Origin(choice.origin.level, where(choice, name)), choice.entry)
 
 
-def read_retrain_simple(message: TextMessage, source: str, problems: ProblemList) -> RetrainSimple:
-    """Read a parsed ``.cfg``; a repeated override is reported, a repeated name in a skip list gives a warning."""
-    names = {
-        name: without_repeats(read_names(message, name), name, problems, only_warn=True)
-        for name in SKIP_FIELDS
-        if sets(message, name)
-    }
-    batch_num = message.get("batch_num", 1)
-    if batch_num < 1:
-        problems.add(f"batch_num must be at least 1, got {batch_num}", message.where("batch_num"))
-    return RetrainSimple(
-        source=source,
-        whole=Choice(message, Origin(Level.COMMON, message.position)),
-        batch_num=batch_num,
-        precision_mode=message.get("fakequant_precision_mode") if sets(message, "fakequant_precision_mode") else None,
-        names=names,
-        by_type=read_overrides(message.all(TYPE_OVERRIDES), "layer_type", None, problems),
-        by_layer=read_overrides(message.all(LAYER_OVERRIDES), "layer_name", None, problems),
-        origins={name: Origin(Level.GLOBAL, message.where(name)) for name in SCALARS if sets(message, name)},
-    )
-
-
-VERSION = 1
 NAME_KEY = "algo"
 SWITCH_KEY = "retrain_enable"
 DATA_KEY = "retrain_data_config"
@@ -220,13 +128,13 @@ class QatDialect(QuantDialect):
         Raises:
             ConfigError: The model has no layer that can be quantized.
         """
-        return self.expand(RetrainSimple(source="create_quant_retrain_config"), LayerList(layers), ProblemList())
+        return self.expand(SimpleConfig(source="create_quant_retrain_config"), LayerList(layers), ProblemList())
 
     def expand_message(self, message: TextMessage, source: str, layers: LayerList, problems: ProblemList) -> FullConfig:
         """Expand a parsed simple config."""
-        return self.expand(read_retrain_simple(message, source, problems), layers, problems)
+        return self.expand(read_simple_config(message, source, problems, retraining=True), layers, problems)
 
-    def expand(self, simple: RetrainSimple, layers: LayerList, problems: ProblemList) -> FullConfig:
+    def expand(self, simple: SimpleConfig, layers: LayerList, problems: ProblemList) -> FullConfig:
         """The full config of a model from a simple config without pruning.
 
         Raises:
@@ -234,7 +142,7 @@ class QatDialect(QuantDialect):
         """
         for kind in ("", "quant_"):
             simple.check_skips(kind, layers, tuple(self.types), problems)
-        self.check_quantization(simple, layers, problems)
+        self.check_blocks(blocks_with(simple.blocks, QUANT_BLOCKS), layers, problems)
         expander = QatExpander(simple, self, problems)
         quantizable = layers.quantizable(self.types)
         if not quantizable:
@@ -255,23 +163,9 @@ class QatDialect(QuantDialect):
             warnings=problems.warnings,
         )
 
-    def simple_globals(self, simple: RetrainSimple) -> dict[str, Any]:
-        """The global fields of a simple config as the full config has them."""
-        values = {"version": VERSION, "fakequant_precision_mode": simple.precision_mode, "batch_num": simple.batch_num}
-        return {
-            key: values[key] for key in self.global_keys if key not in self.optional_globals or key in simple.origins
-        }
-
     def read_choice(self, choice: Choice) -> QuantBlock:
         """The algorithms of the message that applies to a layer."""
         return self.read(part(choice, DATA_BLOCK), part(choice, WEIGHT_BLOCK))
-
-    def check_quantization(self, simple: RetrainSimple, layers: LayerList, problems: ProblemList) -> None:
-        """Report overrides of unknown names, values that are wrong, and what a layer or type cannot do."""
-        blocks = simple.blocks(QUANT_BLOCKS)
-        check_layer_names(named(blocks.by_layer), LAYER_OVERRIDES, layers, tuple(self.types), problems)
-        check_type_names(named(blocks.by_type), TYPE_OVERRIDES, tuple(self.types), problems)
-        self.check_blocks(blocks, layers, problems)
 
     # -- full config ---------------------------------------------------------------------------------------------------
 
@@ -354,11 +248,11 @@ class QatExpander:
     """Fills in the quantization part of the full config, layer by layer."""
 
     def __init__(
-        self, simple: RetrainSimple, dialect: QatDialect, problems: ProblemList, *, overrides_only: bool = False
+        self, simple: SimpleConfig, dialect: QatDialect, problems: ProblemList, *, overrides_only: bool = False
     ) -> None:
         self.dialect = dialect
         self.problems = problems
-        self.blocks = simple.blocks(QUANT_BLOCKS)
+        self.blocks = blocks_with(simple.blocks, QUANT_BLOCKS)
         self.skips = simple.skips("quant_")
         self.overrides_only = overrides_only
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from amct.config.layers import QAT_TYPES, can_int16
-from amct.config.qat.dialect import DATA_KEY, PRUNE_BLOCK, WEIGHT_KEY, QatDialect, sets
+from amct.config.qat.dialect import DATA_KEY, PRUNE_BLOCK, WEIGHT_KEY, QatDialect
 from amct.config.registry import RETRAIN_ACTIVATION, RETRAIN_WEIGHT
+from amct.config.simple_config import sets
 from amct.numerics.settings import AtLeastOne, CheckedSettings, Version
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from amct.config.full_config import FullConfig
     from amct.config.json_reader import JsonNode
     from amct.config.layers import LayerInfo, LayerList
-    from amct.config.qat.dialect import RetrainSimple
+    from amct.config.simple_config import SimpleConfig
 
 MODE_KEY = "fakequant_precision_mode"
 PRUNE_FIELDS = (PRUNE_BLOCK, "regular_prune_skip_layers", "regular_prune_skip_types")
@@ -47,11 +48,11 @@ class PyTorchQat(QatDialect):
     optional_globals = frozenset({MODE_KEY})
     part_name = "module"
 
-    def expand(self, simple: RetrainSimple, layers: LayerList, problems: ProblemList) -> FullConfig:
+    def expand(self, simple: SimpleConfig, layers: LayerList, problems: ProblemList) -> FullConfig:
         """The full config of a model; every field about pruning is reported."""
         what = "is about pruning, which quantization-aware training does not do. Remove it, or compress the model."
-        for choice in (simple.whole, *simple.overrides()):
-            for name in PRUNE_FIELDS if choice is simple.whole else PRUNE_FIELDS[:1]:
+        for choice in simple.blocks.all():
+            for name in PRUNE_FIELDS if choice is simple.blocks.common else PRUNE_FIELDS[:1]:
                 if choice.block is not None and sets(choice.block, name):
                     problems.add(f"{name} {what}", choice.block.where(name, 0))
         return super().expand(simple, layers, problems)
