@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from amct import atomic
 from amct.arguments import output_file
 from amct.atomic import read_bytes
-from amct.config.prune.dialect import COMPRESSION, PRUNING
+from amct.config.prune.dialect import COMPRESSION, PRUNING, CompressionDialect
 from amct.export.request import SavePath
 from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
@@ -70,10 +70,7 @@ def create_prune_retrain_model(
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run on the example input, or is already compressed.
     """
-    start_function(
-        "create_prune_retrain_model", model=model, config_defination=config_defination, record_file=record_file
-    )
-    return _created(model, input_data, config_defination, record_file, quantize=False)
+    return _created("create_prune_retrain_model", PRUNING, model, input_data, config_defination, record_file)
 
 
 def restore_prune_retrain_model(
@@ -99,17 +96,8 @@ def restore_prune_retrain_model(
         KeyError: the checkpoint has no entry ``state_dict_name``.
         RuntimeError: record or checkpoint cannot be read, or do not belong to this model and config.
     """
-    start_function(
-        "restore_prune_retrain_model",
-        model=model,
-        record_file=record_file,
-        config_defination=config_defination,
-        pth_file=pth_file,
-        state_dict_name=state_dict_name,
-    )
-    restored = _restored(model, input_data, config_defination, record_file, quantize=False)
-    load_state(restored, pth_file, state_dict_name)
-    return restored.train()
+    files = {"record_file": record_file, "config_defination": config_defination, "pth_file": pth_file}
+    return _restored("restore_prune_retrain_model", PRUNING, model, input_data, files, state_dict_name)
 
 
 def save_prune_retrain_model(
@@ -156,10 +144,7 @@ def create_compressed_retrain_model(
     Raises:
         TypeError, ValueError, OSError, RuntimeError: as ``create_prune_retrain_model``.
     """
-    start_function(
-        "create_compressed_retrain_model", model=model, config_defination=config_defination, record_file=record_file
-    )
-    return _created(model, input_data, config_defination, record_file, quantize=True)
+    return _created("create_compressed_retrain_model", COMPRESSION, model, input_data, config_defination, record_file)
 
 
 def restore_compressed_retrain_model(
@@ -183,17 +168,8 @@ def restore_compressed_retrain_model(
     Raises:
         TypeError, ValueError, OSError, KeyError, RuntimeError: as ``restore_prune_retrain_model``.
     """
-    start_function(
-        "restore_compressed_retrain_model",
-        model=model,
-        config_defination=config_defination,
-        record_file=record_file,
-        pth_file=pth_file,
-        state_dict_name=state_dict_name,
-    )
-    restored = _restored(model, input_data, config_defination, record_file, quantize=True)
-    load_state(restored, pth_file, state_dict_name)
-    return restored.train()
+    files = {"config_defination": config_defination, "record_file": record_file, "pth_file": pth_file}
+    return _restored("restore_compressed_retrain_model", COMPRESSION, model, input_data, files, state_dict_name)
 
 
 def save_compressed_retrain_model(
@@ -239,10 +215,16 @@ def save_compressed_retrain_model(
 
 
 def _created(
-    model: nn.Module, input_data: object, config: AnyPath, record_file: AnyPath, *, quantize: bool
+    function: str,
+    dialect: CompressionDialect,
+    model: nn.Module,
+    input_data: object,
+    config: AnyPath,
+    record_file: AnyPath,
 ) -> nn.Module:
+    start_function(function, model=model, config_defination=config, record_file=record_file)
     path = output_file(record_file, "record_file")
-    traced, plan = _read_plan(model, input_data, config, quantize=quantize)
+    traced, plan = _read_plan(dialect, model, input_data, config)
     compressed = apply_plan(traced, plan.prune)
     for skip in compressed.skips:
         logger.info("not pruned: %s", skip)
@@ -252,12 +234,20 @@ def _created(
 
 
 def _restored(
-    model: nn.Module, input_data: object, config: AnyPath, record_file: AnyPath, *, quantize: bool
+    function: str,
+    dialect: CompressionDialect,
+    model: nn.Module,
+    input_data: object,
+    files: Mapping[str, Any],
+    state_dict_name: str | None,
 ) -> nn.Module:
-    record = read_record(record_file)
-    traced, plan = _read_plan(model, input_data, config, quantize=quantize)
-    restored = restore_plan(traced, plan.prune, record.prune, os.fspath(record_file))
-    return _quantized(restored, input_data, plan)
+    start_function(function, model=model, **files, state_dict_name=state_dict_name)
+    record = read_record(files["record_file"])
+    traced, plan = _read_plan(dialect, model, input_data, files["config_defination"])
+    restored = restore_plan(traced, plan.prune, record.prune, os.fspath(files["record_file"]))
+    trainable = _quantized(restored, input_data, plan)
+    load_state(trainable, files["pth_file"], state_dict_name)
+    return trainable.train()
 
 
 def _quantized(model: nn.Module, input_data: object, plan: CompressionPlan) -> nn.Module:
@@ -271,14 +261,13 @@ def _quantized(model: nn.Module, input_data: object, plan: CompressionPlan) -> n
 
 
 def _read_plan(
-    model: nn.Module, input_data: object, config: AnyPath, *, quantize: bool
+    dialect: CompressionDialect, model: nn.Module, input_data: object, config: AnyPath
 ) -> tuple[Traced, CompressionPlan]:
     """Trace a model and read a simple config of pruning for it."""
     text = read_bytes(config)
     refuse_operators(unwrap(model))
     traced = cached_trace(model, input_data)
     layers = prunable_layers(traced)
-    dialect = COMPRESSION if quantize else PRUNING
     expanded = dialect.expand_config(text, os.fspath(config), layers)
     for warning in expanded.warnings:
         logger.warning("%s", warning)
