@@ -31,7 +31,7 @@ from rich.table import Table
 
 import amct.caffe
 from amct.caffe.engine.net import Net
-from amct.caffe.model import build_net, read_model
+from amct.caffe.model import read_model
 from amct.caffe.onnx.graph import float_onnx
 from amct.caffe.ptq.folding import fuse
 
@@ -104,7 +104,7 @@ def exported(model: Model, data: NDArray[np.float32]) -> tuple[ModelProto, Model
         quantized = onnx.load(Path(folder) / "net_qdq_model.onnx")
     fused = read_model(*files)
     fuse(fused)
-    return float_onnx(build_net(fused)).model, quantized
+    return float_onnx(fused.build()).model, quantized
 
 
 def runner(model: ModelProto, picture: NDArray[np.float32]) -> Callable[[], Any]:

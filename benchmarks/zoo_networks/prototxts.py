@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import amct.caffe
-from amct.caffe.model import build_net, run_net
+from amct.caffe.model import run_net
 from amct_caffe import caffe
 from zoo_networks.data import images
 from zoo_networks.network import CALIBRATION, TEST, Network
@@ -57,7 +57,7 @@ class CaffeSubject:
     ) -> list[np.ndarray]:
         """The same blobs of the simulation."""
         if self._simulation is None:
-            self._simulation = build_net(quantized.prepared.caffe_model(quantized.record))
+            self._simulation = quantized.prepared.caffe_model(quantized.record).build()
         outputs = run_net(self._simulation, batch)
         return [np.array(outputs[name] if name in outputs else self._simulation.blob(name).data) for name in names]
 

@@ -370,6 +370,6 @@ def test_watched_layers_name_every_result(golden, tmp_path):
     flow = golden_flow("siamese", golden, tmp_path).configure()
     flow.run()
     for kind in ("fake_quant", "deploy"):
-        layers = {layer.name: layer for layer in watched_layers(quantized_files(flow.result_files(kind)).message)}
+        layers = {layer.name: layer for layer in watched_layers(quantized_files(flow.result_files(kind)).net)}
         assert len(layers["slice"].outputs) == 2
         assert layers["conv"].outputs == ("conv_out",)  # a ReLU in place followed, which has a blob of its own now

@@ -8,7 +8,7 @@ import torch
 from ptq_caffe_flow import NETS, batch, forward, golden_flow, prototxt, text_flow
 
 import amct_caffe as amct
-from amct.caffe.model import build_net, read_model
+from amct.caffe.model import read_model
 from amct.caffe.ptq.folding import accelerate, fuse
 from amct.errors import FileError, ModelError, ParseError
 
@@ -40,7 +40,7 @@ def test_fused_golden_nets_equal_the_original(name, golden, tmp_path):
     report = fuse(model)
     original = flow.original()
     data = batch(original, 0)
-    assert_same(original.forward(**data), outputs(build_net(model), data))
+    assert_same(original.forward(**data), outputs(model.build(), data))
     left = {layer.type for layer in model.layers} & {"BatchNorm", "Scale", "Bias"}
     assert not left, report.skipped
 
@@ -124,7 +124,7 @@ def test_every_head_takes_what_follows(head, tmp_path):
     assert report.folded == {"h": ["bn", "scale", "bias"]}
     assert [layer.name for layer in model.layers] == ["data", "h"]
     data = batch(flow.original(), 0)
-    assert_same(flow.original().forward(**data), outputs(build_net(model), data))
+    assert_same(flow.original().forward(**data), outputs(model.build(), data))
 
 
 LEADING = """
@@ -140,7 +140,7 @@ def test_batch_norm_before_a_convolution(tmp_path):
     model = read_model(flow.model, flow.weights)
     assert fuse(model).folded == {"conv": ["bn", "scale"]}
     data = batch(flow.original(), 0)
-    assert_same(flow.original().forward(**data), outputs(build_net(model), data))
+    assert_same(flow.original().forward(**data), outputs(model.build(), data))
 
 
 def test_padding_keeps_the_batch_norm_before(tmp_path):
@@ -207,7 +207,7 @@ def test_standing_batch_norm_becomes_a_depthwise_convolution(tmp_path):
     assert [layer.type for layer in graph.model.layers] == ["Input", "ReLU", "DepthwiseConv", "Pooling"]
     data = batch(flow.original(), 0)
     real = flow.original().forward(**data)
-    assert_same(real, outputs(build_net(graph.model), data))
+    assert_same(real, outputs(graph.model.build(), data))
     deploy = flow.result("deploy").forward(**data)
     # two rounding steps of 8 bits each
     assert np.abs(real["z"] - deploy["z"]).max() < 0.03 * np.abs(real["z"]).max()

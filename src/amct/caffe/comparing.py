@@ -20,7 +20,7 @@ from amct.arguments import input_file
 from amct.atomic import Snapshot
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.net import Net
-from amct.caffe.model import build_net, caffe_batches, read_model, read_test_net, run_net, sample_count
+from amct.caffe.model import caffe_batches, read_model, read_test_net, run_net, sample_count
 from amct.errors import ArgumentTypeError, ModelError
 from amct.model.quant_json import file_beside, notes_beside
 from amct.pipeline.compare import measure
@@ -50,24 +50,12 @@ FilePair = tuple[AnyPath, AnyPath]
 
 
 class Side(Protocol):
-    """One of the two compared nets: its NetParameter for the TEST phase, and a method that builds it."""
+    """One of the two compared nets, a CaffeModel or files: its NetParameter for the TEST phase, and how to build it."""
 
-    message: ProtoMessage
-
-    def build(self, keep_blobs: Iterable[str]) -> Net:
-        """Build the net; only the named blobs, the inputs and the outputs stay readable."""
-
-
-class ModelSide:
-    """A model in memory."""
-
-    def __init__(self, model: CaffeModel) -> None:
-        self.message = model.net
-        self._model = model
+    net: ProtoMessage
 
     def build(self, keep_blobs: Iterable[str]) -> Net:
         """Build the net; only the named blobs, the inputs and the outputs stay readable."""
-        return build_net(self._model, keep_blobs=keep_blobs)
 
 
 class QuantizedFiles:
@@ -78,12 +66,12 @@ class QuantizedFiles:
     ) -> None:
         self.model_file = model_file
         self._files = Snapshot(model_file, weights_file)
-        self.message = read_test_net(model_file, custom_proto)
+        self.net = read_test_net(model_file, custom_proto)
         self._weights_file = weights_file
 
     def build(self, keep_blobs: Iterable[str]) -> Net:
         """Build the net; only the named blobs, the inputs and the outputs stay readable."""
-        net = Net(self.message, keep_blobs=keep_blobs, with_gradients=False)
+        net = Net(self.net, keep_blobs=keep_blobs, with_gradients=False)
         net.load_weights(self._weights_file)
         self._files.check_unchanged()
         return net
@@ -94,14 +82,14 @@ class QuantizedFiles:
         return {name: found for name, found in blobs.items() if found and found[0].is_floating_point()}
 
 
-def float_side(pair: object, argument: str = "float_model", custom_proto: AnyPath | None = None) -> ModelSide:
+def float_side(pair: object, argument: str = "float_model", custom_proto: AnyPath | None = None) -> CaffeModel:
     """The float model in a pair of files; ``custom_proto`` describes messages of the user's own layers.
 
     Raises:
         ArgumentTypeError: The argument is not a pair of paths.
         FileError, ParseError, ModelError: a file cannot be read or is invalid.
     """
-    return ModelSide(read_model(*_files(pair, argument), custom_proto))
+    return read_model(*_files(pair, argument), custom_proto)
 
 
 def quantized_files(
@@ -113,7 +101,7 @@ def quantized_files(
 
 def both_sides(
     float_model: object, quantized_model: object, custom_proto: AnyPath | None = None
-) -> tuple[ModelSide, QuantizedFiles]:
+) -> tuple[CaffeModel, QuantizedFiles]:
     """Read two pairs of files; warn if their blobs cannot match. Errors as ``float_side``."""
     reference = float_side(float_model, custom_proto=custom_proto)
     quantized = quantized_files(quantized_model, custom_proto=custom_proto)
@@ -278,9 +266,9 @@ def compared_nets(reference: Side, quantized: Side) -> tuple[ComparedNet, Compar
     Raises:
         ModelError: They are not the same net, or the second one is not quantized.
     """
-    layers = watched_layers(quantized.message)
-    blobs = {blob for layer in reference.message.layer for blob in (*layer.bottom, *layer.top)}
-    blobs |= set(reference.message.input)
+    layers = watched_layers(quantized.net)
+    blobs = {blob for layer in reference.net.layer for blob in (*layer.bottom, *layer.top)}
+    blobs |= set(reference.net.input)
     for layer in layers:
         for blob in (*layer.outputs, *(each.blob for each in layer.inputs)):
             if blob not in blobs:
@@ -352,7 +340,7 @@ def compare(
         if not isinstance(prepared, _CaffeResult):
             raise ArgumentTypeError("quantized_model: expected what amct.caffe.quantize returned")
         reference = float_side(float_model, custom_proto=custom_proto)
-        quantized = ModelSide(prepared.caffe_model(quantized_model.record))
+        quantized = prepared.caffe_model(quantized_model.record)
     else:
         reference, quantized = both_sides(float_model, quantized_model, custom_proto)
     return list(measure_nets(reference, quantized, data, inputs=inputs).layers.values())

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from amct import log
 from amct.arguments import input_file
-from amct.caffe.comparing import ModelSide, compared_nets, watched_layers
+from amct.caffe.comparing import compared_nets, watched_layers
 from amct.caffe.engine.messages import located_in
 from amct.caffe.model import (
     CaffeModel,
-    build_net,
     caffe_batches,
     feed,
     input_blobs,
@@ -151,7 +150,7 @@ class CaffePreparation:
     def start_calibration(self, ranks: Ranks = ALONE) -> Calibration:
         """Start a calibration by the IFMR layers of a copy of the net."""
         graph = self.graph
-        calibration = start_calibration(graph, qdq_observers(build_net(graph.model), graph.plans()), ranks)
+        calibration = start_calibration(graph, qdq_observers(graph.model.build(), graph.plans()), ranks)
 
         def run(batches: Iterable[Batch]) -> None:
             for batch in batches:
@@ -177,7 +176,7 @@ class CaffePreparation:
 
     def simulation(self, record: CaffeRecord, *, deploy: bool = False) -> Net:
         """A net that runs the fake-quant model, or the deploy model in integer arithmetic."""
-        return build_net(self.caffe_model(record, deploy=deploy), keep_blobs=())
+        return self.caffe_model(record, deploy=deploy).build(())
 
     def runner(self, simulation: Net) -> Callable[[Batch], dict[str, Any]]:
         """A function that runs the net on a batch and returns the outputs by name."""
@@ -185,7 +184,7 @@ class CaffePreparation:
 
     def compared_models(self, record: CaffeRecord, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
         """The folded float net and the quantized one."""
-        return compared_nets(ModelSide(self.graph.model), ModelSide(self.caffe_model(record, deploy=deploy)))
+        return compared_nets(self.graph.model, self.caffe_model(record, deploy=deploy))
 
     def models_to_check(self, record: CaffeRecord) -> tuple[ComparedModel, None]:
         """The float net: the fake-quant pair is the simulation, if it is written."""
@@ -236,7 +235,7 @@ class CaffePreparation:
 
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded net as ONNX."""
-        return float_onnx(build_net(self.graph.model), opset=DEFAULT_OPSET if opset is None else opset).model
+        return float_onnx(self.graph.model.build(), opset=DEFAULT_OPSET if opset is None else opset).model
 
 
 class CaffeDoor:

@@ -1,7 +1,7 @@
 """A Caffe model in memory: the layers of the TEST phase without in-place blobs, and their weights.
 
 It is read from files, can be edited and written without building a net, so layers that the engine cannot run (custom
-layers, Python layers) are kept unchanged. ``build_net`` and ``run_net`` run it on the user's data.
+layers, Python layers) are kept unchanged. ``build`` and ``run_net`` run it on the user's data.
 """
 
 from __future__ import annotations
@@ -82,6 +82,29 @@ class CaffeModel:
         net = type(self.net)()
         net.CopyFrom(self.net)
         return CaffeModel(net, {name: list(blobs) for name, blobs in self.weights.items()})
+
+    def build(self, keep_blobs: bool | Iterable[str] = True) -> Net:
+        """Build a net that runs the model.
+
+        Raises:
+            ModelError: The net cannot be built, or the weights do not fit it.
+        """
+        net = Net(self.net, with_gradients=False, keep_blobs=keep_blobs)
+        for layer in net.layers:
+            stored = self.weights.get(layer.name)
+            if stored is None:
+                continue
+            needed = [blob.count for blob in layer.blobs]
+            if needed != [tensor.numel() for tensor in stored]:
+                raise layer.error(
+                    f"the weights have shapes {[tuple(tensor.shape) for tensor in stored]}, this net needs "
+                    f"{[blob.shape for blob in layer.blobs]} for inputs of shape "
+                    f"{[blob.shape for blob in layer.bottom_blobs]}. Do prototxt and weights belong together? Compare "
+                    "the input shape, and the kernels and strides of the layers before"
+                )
+            for blob, tensor in zip(layer.blobs, stored, strict=True):
+                blob.set_tensor(tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor)
+        return net
 
     def topology(self) -> Graph:
         """The graph of producers and consumers among the layers.
@@ -366,30 +389,6 @@ def _blob(tensor: torch.Tensor) -> list[bytes | memoryview]:
 Batch = Any
 """An array for a net with one input, a dict of arrays by input name, or a tuple of arrays in the order of the inputs;
 further items of the tuple (labels) are ignored."""
-
-
-def build_net(model: CaffeModel, *, keep_blobs: bool | Iterable[str] = True) -> Net:
-    """Build a net that runs a model in memory.
-
-    Raises:
-        ModelError: The net cannot be built, or the weights do not fit it.
-    """
-    net = Net(model.net, with_gradients=False, keep_blobs=keep_blobs)
-    for layer in net.layers:
-        stored = model.weights.get(layer.name)
-        if stored is None:
-            continue
-        needed = [blob.count for blob in layer.blobs]
-        if needed != [tensor.numel() for tensor in stored]:
-            raise layer.error(
-                f"the weights have shapes {[tuple(tensor.shape) for tensor in stored]}, this net needs "
-                f"{[blob.shape for blob in layer.blobs]} for inputs of shape "
-                f"{[blob.shape for blob in layer.bottom_blobs]}. Do prototxt and weights belong together? Compare the "
-                "input shape, and the kernels and strides of the layers before"
-            )
-        for blob, tensor in zip(layer.blobs, stored, strict=True):
-            blob.set_tensor(tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor)
-    return net
 
 
 def caffe_batches(data: object, inputs: BatchInputs | None = None) -> Batches:

@@ -149,12 +149,12 @@ def files_report(
     notes = notes_beside(quantized.model_file)
     bits = {name: entry.weight_bits for name, entry in notes.layers.items() if entry.weight_bits}
     subject = ReportSubject(
-        model=reference.message.name or Path(shown[0]).stem,
-        layers=tuple(report_layers(quantized.message, quantized.real_weights(), bits)),
+        model=reference.net.name or Path(shown[0]).stem,
+        layers=tuple(report_layers(quantized.net, quantized.real_weights(), bits)),
         fused=tuple(fused_notes(notes.folded, notes.accelerated)),
         skipped=notes.skipped,
         config=notes.config,
-        network=caffe_network(reference.message, [*bits]),
+        network=caffe_network(reference.net, [*bits]),
     )
     measured = measure_nets(reference, quantized, data, statistics=subject.statistics(), metric=metric, inputs=inputs)
     name = Path(shown[2]).name

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from amct.caffe.comparing import ModelSide, QuantizedFiles, compared_nets
+from amct.caffe.comparing import QuantizedFiles, compared_nets
 from amct.caffe.engine.messages import new_message
-from amct.caffe.model import build_net, run_net
+from amct.caffe.model import run_net
 from amct.caffe.proto_merge import CustomSchema
 from amct.errors import AmctError
 from amct.export.check.batch import CALIBRATION, RANDOM, batch_path, read_batch, seeded_batch
@@ -54,7 +54,7 @@ def reference_beside(record_file: Path, results: Results) -> Reference | None:
     Returns:
         The outputs; None if the net does not run on random inputs, such as one that selects boxes. The log says so.
     """
-    net = build_net(results.folded_model, keep_blobs=())
+    net = results.folded_model.build(())
     shapes = {net.graph.blob_names[index]: net.graph.blobs[index].shape for index in net.graph.inputs}
     found = read_batch(record_file)
     if not isinstance(found, str) and set(found) != set(shapes):
@@ -76,12 +76,12 @@ def reference_on(
 
     ``net`` is the float net, if it is built already.
     """
-    net = net or build_net(results.folded_model, keep_blobs=())
+    net = net or results.folded_model.build(())
     try:
         expected = list(run_net(net, inputs).items())
         del net
         give_back_freed()
-        simulated = list(run_net(build_net(results.fake_quant().model, keep_blobs=()), inputs).items())
+        simulated = list(run_net(results.fake_quant().model.build(()), inputs).items())
         return Reference(inputs=inputs, origin=origin, expected=expected, simulated=simulated)
     except AmctError as error:
         logger.warning("the saved files are not checked: the net does not run on %s: %s", origin, error)
@@ -130,7 +130,7 @@ class PairCheck:
     def simulated(self) -> Reference:
         """The reference with the outputs of the simulation."""
         if self._reference.simulated is None:
-            net = build_net(self._results.fake_quant().model, keep_blobs=())
+            net = self._results.fake_quant().model.build(())
             self._reference = _with_simulation(self._reference, lambda inputs: list(run_net(net, inputs).items()))
         return self._reference
 
@@ -166,16 +166,16 @@ class PairCheck:
 
         if simulation is None or self._reference.simulated is not None:
             return outputs
-        if simulation == _digest(files.message, ((each.name, [b.tensor for b in each.blobs]) for each in net.layers)):
+        if simulation == _digest(files.net, ((each.name, [b.tensor for b in each.blobs]) for each in net.layers)):
             self._reference = _with_simulation(self._reference, run)
         return outputs
 
     def _first_layer(self, files: QuantizedFiles) -> str:
         """The first layer whose output is worse in the files than in the simulation; "" if none is."""
-        original = ModelSide(self._results.folded_model)
+        original = self._results.folded_model
         simulated, written = (
             measure(*compared_nets(original, side), [(self._reference.inputs, self._reference.inputs)]).layers
-            for side in (ModelSide(self._results.fake_quant().model), files)
+            for side in (self._results.fake_quant().model, files)
         )
         worse = (name for name in simulated if name in written and simulated[name].sqnr - written[name].sqnr > WORSE)
         return next(worse, "")

@@ -17,7 +17,7 @@ import torch
 from amct import log, progress
 from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup
-from amct.caffe.model import blob_shapes, build_net, caffe_batches, read_model, run_net, write_model
+from amct.caffe.model import blob_shapes, caffe_batches, read_model, run_net, write_model
 from amct.caffe.prototxt import restore_in_place
 from amct.caffe.ptq.folding import check_global_statistics, fuse, layout_of
 from amct.errors import CalibrationError
@@ -133,7 +133,7 @@ def find_factors(
     """
     routes = [route for route in free_routes(model) if route.layer not in one_scale]
     watched = {use.blob for route in routes for use in route.uses}
-    sizes = _sizes(build_net(model, keep_blobs=watched), watched, batches)
+    sizes = _sizes(model.build(watched), watched, batches)
     readers: dict[str, ConsumerNoise] = {}
     for use in (use for route in routes for use in route.uses):
         shares_scale = use.layer in one_scale or model.layer(use.layer).type == "InnerProduct"

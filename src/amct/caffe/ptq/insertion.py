@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from amct.caffe.engine.layers.ifmr import IFMR, start_session
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.messages import new_message
-from amct.caffe.model import build_net
 from amct.caffe.prototxt import free_name
 from amct.calibration import ALONE
 from amct.config.registry import settings_to_dict
@@ -213,7 +212,7 @@ def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver], 
     """
     model = graph.with_quantized_weights()
     insert_ifmr(model, graph.plans())
-    net = build_net(model, keep_blobs=tensors)
+    net = model.build(tensors)
     layers = [layer for layer in net.layers if isinstance(layer, IFMR)]
     session = start_session(layers, plans=graph.plans(), tensors=tensors, ranks=ranks)
     return Calibration(net=net, session=session, tensors=tuple(tensors))

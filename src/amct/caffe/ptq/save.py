@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from amct import log
 from amct.arguments import check_types
-from amct.caffe.model import build_net, caffemodel_parts
+from amct.caffe.model import caffemodel_parts
 from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
 from amct.caffe.onnx.quant import other_format, quantized_onnx, types_with_ready_integers
 from amct.caffe.ptq.checking import PairCheck, content_digest, reference_beside
@@ -243,9 +243,9 @@ class CaffeFiles:
     def _in_onnx(self, name: str, left_float: Collection[str] = ()) -> Exported:
         results, options = self._onnx_results, self.request.options.without(left_float)
         if name != "qdq":
-            net = build_net(results.float_model())
+            net = results.float_model().build()
             return other_format(name, net, results.record, self._tensors, options=options, opset=self._opset)
-        net = build_net(results.float_model(rounded=types_with_ready_integers(options.placement, options.target)))
+        net = results.float_model(rounded=types_with_ready_integers(options.placement, options.target)).build()
         return quantized_onnx(
             net,
             results.record,
@@ -275,7 +275,7 @@ class CaffeFiles:
         if reference is None:
             return None
         kept = KeptWeights()
-        net = build_net(self._onnx_results.float_model())
+        net = self._onnx_results.float_model().build()
         return OnnxCheck(
             reference=reference,
             original=float_onnx(net, opset=self._opset, kept=kept).model,

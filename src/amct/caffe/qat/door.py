@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from amct import log
 from amct.arguments import input_file
 from amct.atomic import check_writable, read_bytes, write_text
-from amct.caffe.comparing import ModelSide, measure_nets
+from amct.caffe.comparing import measure_nets
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.net import Net
 from amct.caffe.engine.solvers import Solver, evaluate, read_solver
 from amct.caffe.engine.solvers.snapshot import snapshot_names
-from amct.caffe.model import build_net
 from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_config, write_retrain_model
 from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
 from amct.caffe.reporting import fused_notes, report_layers
@@ -272,7 +271,7 @@ class CaffeRetraining:
             config=results.config,
         )
         data = _own_data(self._trained.results.folded_model, self._trained.inference)
-        measured = measure_nets(ModelSide(results.folded_model), ModelSide(fake), data, statistics=subject.statistics())
+        measured = measure_nets(results.folded_model, fake, data, statistics=subject.statistics())
         content = report_content(subject, measured, files=files)
         figures = (*self._figures(), *content.figures)
         write_page(target, replace(content, figures=figures, training=self._training()))
@@ -302,7 +301,7 @@ class CaffeRetraining:
 
 def _own_data(model: CaffeModel, inference: Inference) -> list[dict[str, Any]]:
     """Some batches of the net's own data, by the inputs of its form without data layers."""
-    net = build_net(model)
+    net = model.build()
     names = [blob for layer in inference.results.folded_model.layers if layer.type == "Input" for blob in layer.top]
     batches = []
     for _ in range(REPORT_BATCHES):

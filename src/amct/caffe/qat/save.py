@@ -17,7 +17,7 @@ from amct.caffe.engine.layer import find_layer_class
 from amct.caffe.engine.layers.losses import LossLayer
 from amct.caffe.engine.layers.retrain import RETRAIN_TYPES, clip_factors
 from amct.caffe.engine.messages import new_message
-from amct.caffe.model import CaffeModel, blob_shapes, build_net, read_retrained_model
+from amct.caffe.model import CaffeModel, blob_shapes, read_retrained_model
 from amct.caffe.prototxt import remove_in_place
 from amct.caffe.ptq.checking import reference_beside, reference_on
 from amct.caffe.ptq.deploy import Results
@@ -290,7 +290,7 @@ def _onnx_reference(model: CaffeModel, results: Results) -> Reference | None:
     """Float and simulated outputs for a sample of the net's own data, or for random inputs if it has Input layers."""
     if any(layer.type == "Input" for layer in model.layers):
         return reference_beside(Path(), results)
-    net = build_net(model)
+    net = model.build()
     wanted = [blob for layer in results.folded_model.layers if layer.type == "Input" for blob in layer.top]
     net.forward()
     inputs = {blob: net.blob(blob).tensor[:1].detach().cpu().numpy().copy() for blob in wanted}
