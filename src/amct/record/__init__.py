@@ -26,9 +26,18 @@ from amct.record.files import (
     serialize_record,
     write_record,
 )
-from amct.record.layers import CaffeLayerRecord, DataFactors, KvCacheRecord, LayerRecord
 from amct.record.prune import Attribute, PruneNode, PruneRecord, onnx_type, pack_mask, unpack_mask
-from amct.record.records import AnyLayer, AnyRecord, CaffeRecord, Dialect, Record
+from amct.record.records import (
+    AnyLayer,
+    AnyRecord,
+    CaffeLayerRecord,
+    CaffeRecord,
+    DataFactors,
+    Dialect,
+    KvCacheRecord,
+    LayerRecord,
+    Record,
+)
 from amct.record.show import (
     Difference,
     convert_record_file,

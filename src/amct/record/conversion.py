@@ -12,7 +12,7 @@ from amct.numerics.qparams import LayerQParams, QParams
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from amct.record.layers import LayerRecord
+    from amct.record.records import LayerRecord
 
 ACTIVATION_BITS = (4, 8, 16)
 WEIGHT_BITS = (4, 6, 7, 8)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from amct.errors import Problem, RecordParseError, RecordValueError
-from amct.record.layers import CaffeLayerRecord, DataFactors, KvCacheRecord, LayerRecord
 from amct.record.prune import Attribute, PruneNode, PruneRecord, onnx_type
-from amct.record.records import CaffeRecord, Record
+from amct.record.records import CaffeLayerRecord, CaffeRecord, DataFactors, KvCacheRecord, LayerRecord, Record
 from amct.schema import message_class
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from amct.errors import RecordError, did_you_mean
-from amct.record.layers import float32, float32s
+from amct.record.records import float32, float32s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from amct import atomic
 from amct.errors import ArgumentError
 from amct.record.files import AnyPath, Form, encode_record, form_of, read_any_record
-from amct.record.layers import CaffeLayerRecord, DataFactors
 from amct.record.prune import PruneNode, PruneRecord
-from amct.record.records import AnyLayer, AnyRecord, CaffeRecord, Dialect, Record
+from amct.record.records import AnyLayer, AnyRecord, CaffeLayerRecord, CaffeRecord, DataFactors, Dialect, Record
 from amct.schema import shortest_float
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from amct.record.layers import KvCacheRecord, LayerRecord
+    from amct.record.records import KvCacheRecord, LayerRecord
 
 
 _SHOWN_VALUES = 4

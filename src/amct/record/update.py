@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from amct import atomic
 from amct.errors import ArgumentTypeError
 from amct.record.files import format_record, parse_caffe_record, parse_record
-from amct.record.layers import CaffeLayerRecord, DataFactors, KvCacheRecord, LayerRecord
-from amct.record.records import CaffeRecord
+from amct.record.records import CaffeLayerRecord, CaffeRecord, DataFactors, KvCacheRecord, LayerRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -16,9 +16,8 @@ from amct.record.records import AnyRecord, CaffeRecord
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from amct.record.layers import CaffeLayerRecord, DataFactors, KvCacheRecord, LayerRecord
     from amct.record.prune import PruneNode
-    from amct.record.records import Record
+    from amct.record.records import CaffeLayerRecord, DataFactors, KvCacheRecord, LayerRecord, Record
 
 #: FLT_EPSILON, the smallest legal scale; its reciprocal is the largest.
 EPSILON = 2.0**-23

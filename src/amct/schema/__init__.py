@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from amct.schema._fields import shortest_float
-from amct.schema._formats import format_text, read_binary
 from amct.schema._parser import parse_text
-from amct.schema.pool import ExtraField, Schema, descriptor, file_protos, message_class
+from amct.schema.pool import ExtraField, Schema, descriptor, file_protos, format_text, message_class, read_binary
 from amct.schema.text import TextField, TextMessage
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from amct.errors import ParseError, Problem, did_you_mean
 from amct.schema._fields import BadValueError, FieldInfo, anything, shown, table_of, unescape
-from amct.schema._tokens import (
+from amct.schema.text import (
     CLOSE,
     CLOSERS,
     DOUBLE_QUOTED,
@@ -25,9 +25,10 @@ from amct.schema._tokens import (
     TOKEN,
     WORD,
     SourceText,
+    TextField,
+    TextMessage,
     described,
 )
-from amct.schema.text import TextField, TextMessage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
