@@ -1,4 +1,8 @@
-"""Writes the nodes and constants of a lowered program; rules write with it.
+"""What a lowering rule needs: the table where it is registered, and the writer of nodes and constants.
+
+A rule is a function that takes the writer and the arguments of an operator of torch by their names in its schema
+(``self`` and ``input`` are called ``x``), and returns the result: a tensor, or a list of tensors. A program with an
+argument that a rule does not take, and that has not its default value, is not lowered.
 
 Tensors have temporary names until the graph is complete: then those that are results of the program's operations get
 the names of these, the others are numbered.
