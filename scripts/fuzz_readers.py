@@ -43,7 +43,7 @@ from amct.errors import AmctError
 from amct.export.check.batch import batch_beside, batch_path
 from amct.export.qdq.tensor_factors import read_tensor_factors
 from amct.model.quant_json import read_quant_json
-from amct.record import Record, format_record, parse_record, read_any_record, serialize_record
+from amct.record import Record, encode_record, format_record, parse_record, read_any_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -137,7 +137,7 @@ def _dialect_readers(
 
 def _record_readers(model: Model, folder: Path) -> Iterator[tuple[str, Reader]]:
     pytorch = golden("record/pytorch*.txt") + golden("schema/records/*.txt")
-    binary = tuple(serialize_record(parse_record(text)) for text in golden("record/pytorch*.txt"))
+    binary = tuple(encode_record(parse_record(text), "binary") for text in golden("record/pytorch*.txt"))
     amct.caffe.quantize(*model.caffe, [model.data]).save(folder / "caffe", "record")
     caffe = ((folder / "caffe_quant_param_record.txt").read_bytes(), *golden("record/caffe*.txt"))
     caffe_binary = ((folder / "caffe_quant_param_record.bin").read_bytes(),)

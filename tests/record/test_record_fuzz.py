@@ -20,13 +20,13 @@ from amct.record import (
     PruneRecord,
     Record,
     diff_records,
+    encode_record,
     format_record,
     parse_caffe_record,
     parse_record,
     read_any_record,
     read_caffe_record,
     read_record,
-    serialize_record,
 )
 
 floats = st.floats(width=32, allow_nan=False)
@@ -110,14 +110,14 @@ caffe_records = st.dictionaries(names, caffe_layers, max_size=3).map(CaffeRecord
 @given(pytorch_records)
 def test_every_pytorch_record_survives_both_forms(record):
     assert parse_record(format_record(record)) == record
-    assert parse_record(serialize_record(record)) == record
+    assert parse_record(encode_record(record, "binary")) == record
     assert format_record(parse_record(format_record(record))) == format_record(record)
 
 
 @given(caffe_records)
 def test_every_caffe_record_survives_both_forms(record):
     assert parse_caffe_record(format_record(record)) == record
-    assert parse_caffe_record(serialize_record(record)) == record
+    assert parse_caffe_record(encode_record(record, "binary")) == record
 
 
 @given(st.sampled_from([pytorch_records, caffe_records]).flatmap(lambda kind: st.tuples(kind, kind)))
@@ -178,7 +178,7 @@ def test_cut_and_damaged_text_is_read_or_refused(sample, data):
 
 @given(st.booleans(), st.data())
 def test_cut_and_damaged_binary_is_read_or_refused(is_caffe, data):
-    whole = serialize_record(parse_caffe_record(CAFFE_SAMPLE) if is_caffe else parse_record(SAMPLE))
+    whole = encode_record(parse_caffe_record(CAFFE_SAMPLE) if is_caffe else parse_record(SAMPLE), "binary")
     start = data.draw(st.integers(0, len(whole)))
     end = data.draw(st.integers(start, len(whole)))
     read_or_refuse(whole[:start])

@@ -23,12 +23,10 @@ from amct.record.files import (
     read_any_record,
     read_caffe_record,
     read_record,
-    serialize_record,
     write_record,
 )
 from amct.record.prune import Attribute, PruneNode, PruneRecord, onnx_type, pack_mask, unpack_mask
 from amct.record.records import (
-    AnyLayer,
     AnyRecord,
     CaffeLayerRecord,
     CaffeRecord,
@@ -51,7 +49,6 @@ from amct.record.update import update, update_inputs
 from amct.record.validate import Progress, RecordLayer, normalize_record, validate_record
 
 __all__ = [
-    "AnyLayer",
     "AnyRecord",
     "Attribute",
     "CaffeLayerRecord",
@@ -82,7 +79,6 @@ __all__ = [
     "read_any_record",
     "read_caffe_record",
     "read_record",
-    "serialize_record",
     "unpack_mask",
     "update",
     "update_inputs",

@@ -30,29 +30,29 @@ _BINARY_SUFFIXES = frozenset({".bin", ".pb", ".binpb"})
 _NOT_TEXT = bytes(code for code in range(32) if chr(code) not in "\t\n\v\f\r")
 
 
-def read_record(path: AnyPath, *, form: Form | None = None) -> Record:
+def read_record(path: AnyPath) -> Record:
     """Read a record file in the PyTorch dialect, text or binary.
 
     Raises:
         FileError: The file does not exist or cannot be read.
         RecordParseError: It is not a record file of this dialect; the message has line and column.
     """
-    return _read(atomic.read_bytes(path), str(path), Record, form or form_of(path))
+    return _read(atomic.read_bytes(path), str(path), Record, form_of(path))
 
 
-def read_caffe_record(path: AnyPath, *, form: Form | None = None) -> CaffeRecord:
+def read_caffe_record(path: AnyPath) -> CaffeRecord:
     """Read a record file in the Caffe dialect, text or binary; errors as in ``read_record``."""
-    return _read(atomic.read_bytes(path), str(path), CaffeRecord, form or form_of(path))
+    return _read(atomic.read_bytes(path), str(path), CaffeRecord, form_of(path))
 
 
-def read_any_record(path: AnyPath, *, dialect: Dialect | None = None, form: Form | None = None) -> AnyRecord:
+def read_any_record(path: AnyPath, *, dialect: Dialect | None = None) -> AnyRecord:
     """Read a record file; without ``dialect`` it is detected from the content.
 
     Raises:
         RecordParseError: The file is not a record, or it is binary, fits both dialects and ``dialect`` is not given.
     """
     data = atomic.read_bytes(path)
-    form = form or form_of(path) or ("binary" if _looks_binary(data) else "text")
+    form = form_of(path) or ("binary" if _looks_binary(data) else "text")
     kind = _kind_of(data, str(path), form) if dialect is None else _KINDS[dialect]
     record: AnyRecord = _read(data, str(path), kind, form)  # type: ignore[type-var]  # one of both
     return record
@@ -73,11 +73,6 @@ def format_record(record: AnyRecord) -> str:
     return format_text(record_to_message(record))
 
 
-def serialize_record(record: AnyRecord) -> bytes:
-    """Return the binary form of a record."""
-    return record_to_message(record).SerializeToString()
-
-
 def write_record(record: AnyRecord, path: AnyPath, *, form: Form | None = None) -> None:
     """Write a record file, atomically; without ``form`` binary if the suffix is that of a binary file, otherwise text.
 
@@ -90,7 +85,7 @@ def write_record(record: AnyRecord, path: AnyPath, *, form: Form | None = None) 
 
 def encode_record(record: AnyRecord, form: Form) -> bytes:
     """Return the bytes of a record file in the given form."""
-    return serialize_record(record) if form == "binary" else format_record(record).encode()
+    return record_to_message(record).SerializeToString() if form == "binary" else format_record(record).encode()
 
 
 def form_of(path: AnyPath) -> Form | None:
