@@ -104,7 +104,7 @@ def test_weight_integers_are_equal_but_for_ties(doors, files, other):
     expected, got = files["pytorch"][0], files[other][0]
     prepared = doors["pytorch"].prepared
     for name in LAYERS:
-        real = prepared.weights[name].parts[0].tensor.numpy().astype(np.float64)
+        real = prepared.weights[name].sources[0].tensor.numpy().astype(np.float64)
         steps = real.reshape(real.shape[0], -1) / factors(doors["pytorch"])[name][2].reshape(-1, 1)
         near_tie = np.abs(np.abs(steps - np.floor(steps)) - 0.5) < TIE
         differ = rows(expected[name], name) != rows(got[name], name)

@@ -80,13 +80,13 @@ def test_only_the_flow_quantizes():
         for path in SOURCES
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
-        and node.name in {"QuantizedModel", "LayerWeights", "Batches", "Skip", "QuantConfig"}
+        and node.name in {"QuantizedModel", "QuantizedWeights", "Batches", "Skip", "QuantConfig"}
     ]
     assert sorted(name.rpartition(":")[2] for name in classes) == [
         "Batches",
-        "LayerWeights",
         "QuantConfig",
         "QuantizedModel",
+        "QuantizedWeights",
         "Skip",
     ]
 

@@ -152,10 +152,10 @@ def test_learned_weights_of_balanced_layers_reach_the_files(tmp_path):
 def test_zero_iterations_round_to_nearest():
     settings = amct.AdaRoundSettings(num_iteration=0)
     quantized = amct.quantize(small(), images(), amct.QuantConfig(common=amct.LayerConfig(weights=settings)))
-    weights = quantized.prepared.weights["c2"]
+    (weight,) = quantized.prepared.weights["c2"].weights
     folded = quantized.prepared.fused.model.c2.weight
-    scales = weights.factors["weight"].scale.reshape(-1, 1, 1, 1)
-    assert torch.equal(weights.rounded["weight"], (folded / scales).round().clamp(-128, 127) * scales)
+    scales = weight.qparams.scale.reshape(-1, 1, 1, 1)
+    assert torch.equal(weight.real(), (folded / scales).round().clamp(-128, 127) * scales)
 
 
 def test_layers_without_data_are_named():

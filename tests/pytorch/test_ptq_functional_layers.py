@@ -45,7 +45,7 @@ def one_step(quantized):
     """The most that one step of one input of a layer can change its output, of all layers."""
     sizes = []
     for name, weights in quantized.prepared.weights.items():
-        sizes.append(quantized.record[name].scale_d * max(float(part.abs().max()) for part in weights.rounded.values()))
+        sizes.append(quantized.record[name].scale_d * max(float(part.abs().max()) for part in weights.real().values()))
     return max(sizes)
 
 

@@ -67,7 +67,7 @@ def test_one_observer_sees_all_calls():
 def test_the_simulation_and_the_files_quantize_each_call(siamese):
     net, data, quantized, folder = siamese
     simulated = run_torch(quantized.model, data[0])[0]
-    weight = quantized.prepared.weights["head"].rounded["weight"]
+    weight = quantized.prepared.weights["head"].real()["weight"]
     one_step = quantized.record["head"].scale_d * float(weight.abs().max())
     for name in ("net_fake_quant_model", "exact_qdq_model"):
         result = run_onnx(folder / f"{name}.onnx", net, data[0])[0]

@@ -74,15 +74,14 @@ def quantize_onnx(config, onnx_file):
 def test_error_cancelling_integers_reach_the_files(quantize, onnx_file, tmp_path):
     quantized = quantize(amct.pytorch.QuantConfig(weight_rounding="error_cancelling"), onnx_file)
     quantized.save(tmp_path / "q", formats=("qdq", "fake_quant"), target="exact8")
-    weights = next(iter(quantized.prepared.weights.values()))
-    part = weights.parts[0]
-    scale = weights.factors[part.name].scale.reshape(-1, 1, 1, 1)
-    simulated = (weights.rounded[part.name] / scale).round().numpy()
+    weight = next(iter(quantized.prepared.weights.values())).weights[0]
+    float_weight, scale = weight.source.tensor, weight.qparams.scale.reshape(-1, 1, 1, 1)
+    simulated = (weight.real() / scale).round().numpy()
     stored = stored_weight(tmp_path / "q_qdq_model.onnx")
     np.testing.assert_array_equal(stored, simulated)
-    errors = stored - (part.tensor.double() / scale.double()).numpy()
+    errors = stored - (float_weight.double() / scale.double()).numpy()
     assert np.abs(errors.reshape(4, -1).sum(1)).max() <= 0.5
-    nearest = np.rint((part.tensor / scale).numpy())
+    nearest = np.rint((float_weight / scale).numpy())
     assert (stored != nearest).any()
     assert np.abs(stored - nearest).max() == 1
 

@@ -363,7 +363,7 @@ def adaround(folder):
     write_result(folder, quantized)
     who = folder / f"rank{distributed.get_rank()}"
     for name, weights in quantized.prepared.weights.items():
-        for part in weights.rounded.values():
+        for part in weights.real().values():
             (who / f"{name}.json").write_text(json.dumps(part.reshape(-1).tolist()))
 
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from amct.arguments import output_file
 from amct.caffe.comparing import both_sides, measure_nets, watched_layers
 from amct.caffe.model import FEEDFORWARD_TYPES, RECURRENT_TYPES
-from amct.caffe.ptq.folding import layout_of
+from amct.caffe.ptq.folding import float_weight
 from amct.model.quant_json import notes_beside
-from amct.numerics.arq import channels_first
 from amct.report.content import LayerNote
 from amct.report.filling import ReportLayer, ReportSubject, report_content
 from amct.report.measuring import MeasuredReport
@@ -63,8 +62,7 @@ def _weight_rows(kind: str, message: ProtoMessage, blobs: Sequence[torch.Tensor]
     if kind in RECURRENT_TYPES:
         yield from (blob for blob in blobs if blob.ndim == 2)
     elif kind in FEEDFORWARD_TYPES and blobs:
-        layout = layout_of(message, blobs[0])
-        yield channels_first(layout.rows_first(), layout.kind, layout.groups)
+        yield float_weight(message, blobs[0]).rows()
 
 
 def _weight_bytes(blobs: Sequence[torch.Tensor], bits: int | None) -> tuple[float, float]:

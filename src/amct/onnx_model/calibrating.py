@@ -20,7 +20,7 @@ from amct.export.onnx.messages import parameter_bytes
 from amct.export.onnx.parts import PartRunner
 from amct.export.onnx.runtime import Runner, as_tensor
 from amct.memory import LARGE_MODEL
-from amct.onnx_model.layers import find_all_layers, weight_parts
+from amct.onnx_model.layers import find_all_layers, float_weights
 from amct.pipeline.door import Calibration
 from amct.pipeline.passes import BALANCE
 from amct.pipeline.weights import balance_factors as layer_balance_factors
@@ -203,6 +203,6 @@ def balance_factors(model: ModelProto, plan: Plan, data: Passes, ranks: Ranks = 
                 session.observe(name, as_tensor(values[layer.node.input[0]]), layer.kind.channel_axis)
     session.finish()
     return {
-        name: layer_balance_factors(plans[name], weight_parts(layers[name])[0], maximum)
+        name: layer_balance_factors(plans[name], float_weights(layers[name])[0], maximum)
         for name, maximum in maxima.items()
     }

@@ -6,10 +6,12 @@ the output of the batch norm. One batch at a time is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
 
 from amct.errors import ModelError
 from amct.export.formats import layer_outputs, rescaled_layers
@@ -22,11 +24,10 @@ from amct.onnx_model.reading import AnyModel, read_model
 from amct.pipeline import compare as flow_compare
 from amct.pipeline.door import ModelOutput
 from amct.pipeline.quantized_model import QuantizedModel
-from amct.pipeline.weights import LayerWeights
 from amct.report.filling import input_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
@@ -91,8 +92,8 @@ def measure(
     return flow_compare.measure(*pair.models(), batches.with_originals())
 
 
-WatchedInputs = Mapping[str, tuple[str, LayerWeights]]
-"""By layer: the tensor of its quantized input in the float model, and the weights, which may hold balance factors."""
+WatchedInputs = Mapping[str, tuple[str, Callable[[Tensor], Tensor]]]
+"""By layer: the tensor of its quantized input in the float model, and what divides it by balance factors."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,9 +129,9 @@ class OnnxRun:
             for layer, tensor in layers.items():
                 assert outputs is not None
                 outputs(layer, as_tensor(values[tensor]))
-            for layer, (tensor, weights) in watched.items():
+            for layer, (tensor, balanced) in watched.items():
                 assert inputs is not None
-                inputs(input_key(layer), weights.balanced_input(as_tensor(values[tensor])))
+                inputs(input_key(layer), balanced(as_tensor(values[tensor])))
             return onnx_output({name: values[own] for name, own in self.outputs.items()})
 
         yield run

@@ -21,7 +21,7 @@ from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_factors, start_calibration
 from amct.onnx_model.comparing import Pair, onnx_output
 from amct.onnx_model.folding import fold
-from amct.onnx_model.layers import find_all_layers, put_weights, weight_parts
+from amct.onnx_model.layers import find_all_layers, float_weights, put_weights
 from amct.onnx_model.reading import input_shape, read_model, with_opset
 from amct.pipeline import flow
 from amct.pipeline.passes import fingerprint
@@ -132,7 +132,9 @@ class OnnxPreparation(Preparation):
 
     def compared_models(self, record: Record, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
         """The folded float model and the fake-quant one, in onnxruntime."""
-        inputs = {name: (layer.reader.input[0], self.weights[name]) for name, layer in self.onnx_layers.items()}
+        inputs = {
+            name: (layer.reader.input[0], self.weights[name].balanced_input) for name, layer in self.onnx_layers.items()
+        }
         return Pair.of(self.folded, self.simulation(record, deploy=deploy)).models(inputs)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
@@ -222,7 +224,7 @@ class OnnxDoor:
         weights = {
             layer.name: quantize_weights(
                 layer,
-                weight_parts(after[layer.name].layer),
+                float_weights(after[layer.name].layer),
                 balance=balance.get(layer.name),
                 can_pack=after[layer.name].can_pack,
             )

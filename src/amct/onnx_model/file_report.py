@@ -6,7 +6,7 @@ and folded layers come from the ``quant.json`` beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,9 @@ from amct.model.quant_json import QuantJson, file_beside, notes_beside
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.comparing import Pair
 from amct.onnx_model.folding import fold
-from amct.onnx_model.layers import find_all_layers, reads_rescaled, weight_parts
+from amct.onnx_model.layers import find_all_layers, float_weights, reads_rescaled
 from amct.onnx_model.reading import read_model
 from amct.pipeline.compare import measure
-from amct.pipeline.weights import LayerWeights
 from amct.record import Record, read_record
 from amct.report.filling import QuantizedInput, ReportLayer, ReportSubject, folded_notes, report_content
 from amct.report.measuring import MeasuredReport
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from amct.onnx_model.layers import FoundLayer
     from amct.onnx_model.reading import AnyModel
     from amct.pipeline.batches import BatchInputs
+    from amct.pipeline.weights import FloatWeight
     from amct.report.measuring import Metric
 
 _FLOAT_BYTES = 4
@@ -53,17 +53,21 @@ class _Layer:
 
     found: FoundLayer
     grid: QuantizedInput
-    weights: LayerWeights
+    weights: tuple[FloatWeight, ...]
     weight_bits: int | None
 
+    def balanced_input(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as its quantizer gets it."""
+        return self.weights[0].balanced_input(x) if self.weights else x
+
     def reported(self) -> ReportLayer:
-        count = sum(part.tensor.numel() for part in self.weights.parts) if self.weight_bits else 0
+        count = sum(source.tensor.numel() for source in self.weights) if self.weight_bits else 0
         return ReportLayer(
             name=self.found.name,
             type=self.found.type,
             inputs=(self.grid,),
             weight_bits=self.weight_bits,
-            weight_rows=self.weights.rows(),
+            weight_rows=[source.rows() for source in self.weights],
             weight_bytes=(_FLOAT_BYTES * count, count * _stored_bits(self.weight_bits or 0) / 8),
         )
 
@@ -110,7 +114,7 @@ def files_report(
         config=notes.config,
         network=onnx_network(reference, [layer.found.name for layer in layers], _integer_tensors(other)),
     )
-    watched = {each.found.name: (each.found.layer.reader.input[0], each.weights) for each in layers}
+    watched = {each.found.name: (each.found.layer.reader.input[0], each.balanced_input) for each in layers}
     measured = measure(
         *Pair.of(reference, other).models(watched),
         onnx_batches(reference, data, inputs).with_originals(),
@@ -146,7 +150,8 @@ def _layers(reference: ModelProto, other: ModelProto, quantized_file: Path, note
         grid = grid or _grid_of_record(record, name)
         if grid is not None:
             bits = weight_bits.get(name) if found.layer.weight is not None else None
-            layers.append(_Layer(found=found, grid=grid, weights=_float_weights(found.layer, record), weight_bits=bits))
+            weights = _balanced_weights(found.layer, record)
+            layers.append(_Layer(found=found, grid=grid, weights=weights, weight_bits=bits))
     if not layers:
         beside = (
             f"{record_file.name} beside it has none either" if record else f"there is no {record_file.name} beside it"
@@ -158,15 +163,11 @@ def _layers(reference: ModelProto, other: ModelProto, quantized_file: Path, note
     return layers
 
 
-def _float_weights(layer: Layer, record: Record) -> LayerWeights:
-    """The weights of the float model, multiplied by the balance factors of the record."""
+def _balanced_weights(layer: Layer, record: Record) -> tuple[FloatWeight, ...]:
+    """The weights of the float model, the first multiplied by the balance factors of the record."""
     factors = record[layer.name].tensor_balance_factor if layer.name in record.layers else ()
-    return LayerWeights(
-        parts=weight_parts(layer),
-        rounded={},
-        factors={},
-        balance=torch.tensor(factors) if factors else None,
-    )
+    balance = torch.tensor(factors) if factors else None
+    return tuple(replace(each, balance=None if number else balance) for number, each in enumerate(float_weights(layer)))
 
 
 def _grid_of_nodes(graph: OnnxGraph, reader: NodeProto) -> QuantizedInput | None:

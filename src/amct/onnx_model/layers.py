@@ -16,7 +16,7 @@ from amct.export.onnx.messages import attribute_value, subgraphs
 from amct.model import Graph, Node, Skip
 from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR
 from amct.model.operators import FLOAT_WEIGHTED
-from amct.pipeline.weights import WeightPart
+from amct.pipeline.weights import FloatWeight
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
     from amct.export.onnx.layer import Layer
-    from amct.pipeline.weights import LayerWeights
+    from amct.pipeline.weights import QuantizedWeights
 
 _FLOATS = (np.float32, np.float16)
 
@@ -218,24 +218,23 @@ def topology(model: ModelProto) -> Graph:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def weight_parts(layer: Layer) -> tuple[WeightPart, ...]:
+def float_weights(layer: Layer) -> tuple[FloatWeight, ...]:
     """The float weights of a layer; none for average pooling."""
     arrays = {"weight": layer.weight, "recurrent weight": layer.recurrent_weight}
     return tuple(
-        WeightPart(
+        FloatWeight(
             name=name,
             tensor=shared_tensor(array),
             kind=layer.kind.weight_kind,
             groups=layer.groups,
             gates=layer.kind.gates,
-            balanced=name == "weight",
         )
         for name, array in arrays.items()
         if array is not None
     )
 
 
-def put_weights(weights: LayerWeights, graph: OnnxGraph, layer: Layer) -> None:
+def put_weights(weights: QuantizedWeights, graph: OnnxGraph, layer: Layer) -> None:
     """Store the dequantized weights in the layer's node of a graph; its input is not balanced there."""
     for index, weight in enumerate(weights.unbalanced().values(), start=1):
         array: NDArray[np.floating] = weight.numpy()

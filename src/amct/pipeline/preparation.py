@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from amct.calibration.layer_records import complete_record
+from amct.calibration.session import HIDDEN, INPUT
 from amct.config.plan import config_text
 from amct.errors import CalibrationError, ExportError
 from amct.export.binding import bindings_by_name
@@ -21,6 +21,7 @@ from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.settings import WeightKind
 from amct.pipeline.weights import suited_to_bias
 from amct.record import Record
+from amct.record.conversion import layer_qparams, layer_record
 from amct.report.filling import QuantizedInput, ReportLayer, folded_notes
 from amct.report.network import onnx_network
 
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from amct.export.check.losses import Reference
     from amct.export.qdq.exporter import TensorPlan
     from amct.export.request import SaveRequest
-    from amct.numerics.qparams import Observed
-    from amct.pipeline.weights import LayerWeights
+    from amct.numerics.qparams import LayerQParams, Observed
+    from amct.pipeline.weights import QuantizedWeights
     from amct.record import LayerRecord
     from amct.report.content import LayerNote
     from amct.report.network import Network
@@ -80,7 +81,7 @@ class Preparation(ABC):
 
     name: str
     plan: Plan
-    weights: Mapping[str, LayerWeights]
+    weights: Mapping[str, QuantizedWeights]
     quantizable: Sequence[str]
     unquantizable: tuple[Skip, ...]
     folded_layers: Mapping[str, Sequence[str]]
@@ -116,23 +117,31 @@ class Preparation(ABC):
         """How often each layer is computed in one forward, if more than once."""
         return {}
 
-    def record(self) -> Record:
-        """The record before calibration: factors of the weights only, layers in the order of the plan."""
+    def weight_qparams(self) -> dict[str, LayerQParams]:
+        """The parameters before calibration: those of the weights only, layers in the order of the plan."""
         names = [layer.name for layer in self.plan.enabled if layer.name in self.weights]
-        return Record({name: self.weights[name].record() for name in names})
+        return {name: self.weights[name].qparams() for name in names}
+
+    def record(self) -> Record:
+        """The record before calibration."""
+        return Record({name: layer_record(qparams) for name, qparams in self.weight_qparams().items()})
 
     @abstractmethod
     def bias(self, layer: str) -> Tensor | None:
         """The bias of a layer, folded; None: it has none, or one for each gate."""
 
     def complete_record(self, result: CalibrationResult) -> Record:
-        """The factors of weights and activations; a few weight scales are changed to suit the bias of their channel."""
-        record = complete_record(self.record(), result)
-        found = ((name, self.bias(name)) for name in record.layers)
-        biases = {name: bias for name, bias in found if bias is not None}
-        return record.with_layers(
-            {name: suited_to_bias(name, record[name], self.weights[name], bias) for name, bias in biases.items()}
-        )
+        """The record of weights and activations."""
+        return Record({name: layer_record(qparams) for name, qparams in self.complete(result).items()})
+
+    def complete(self, result: CalibrationResult) -> dict[str, LayerQParams]:
+        """The parameters of weights and inputs; a few weight scales are changed to suit the bias of their channel."""
+        layers = {}
+        for name, weights in self.weight_qparams().items():
+            seen, bias = result.layers[name], self.bias(name)
+            qparams = replace(weights, inputs={0: seen[INPUT]}, hidden=seen.get(HIDDEN))
+            layers[name] = qparams if bias is None else suited_to_bias(name, qparams, self.weights[name], bias)
+        return layers
 
     def output_tensors(self, record: Record) -> dict[str, tuple[str, ...]]:
         """By layer: the outputs of its nodes; recurrent layers, which have several, and models without ONNX: none."""
@@ -179,18 +188,19 @@ class Preparation(ABC):
             weights = self.weights[layer.name]
             eight_bits = layer.activation.num_bits == weights.bits == 8
             plain = weights.balance is None and not weights.custom_rounding
-            kinds = {part.kind for part in weights.parts}
+            kinds = {source.kind for source in weights.sources}
             if layer.name in self.calls:
                 continue  # its inputs differ, but its nodes share their weights
             if eight_bits and plain and kinds and kinds <= {WeightKind.CONV, WeightKind.LINEAR}:
                 readers.setdefault(tensors[layer.name], []).append(layer.name)
         found = []
         for tensor, names in readers.items():
-            parts = [self.weights[name].parts[0] for name in names]
-            all_linear = all(part.kind is WeightKind.LINEAR for part in parts)
+            sources = [self.weights[name].sources[0] for name in names]
+            all_linear = all(source.kind is WeightKind.LINEAR for source in sources)
             weight = None
             if all_linear:
-                weight = parts[0].tensor if len(parts) == 1 else torch.cat([part.tensor for part in parts])
+                rows = [source.tensor for source in sources]
+                weight = rows[0] if len(rows) == 1 else torch.cat(rows)
             found.append(LayerInput(layer=names[0], tensor=tensor, weight=weight))
         return found
 
@@ -233,17 +243,13 @@ class Preparation(ABC):
         )
 
 
-def _report_layer(plan: LayerPlan, entry: LayerRecord, weights: LayerWeights) -> ReportLayer:
-    assert entry.scale_d is not None
-    assert entry.offset_d is not None
-    grid = QuantizedInput(
-        bits=int(entry.activation_type.removeprefix("INT")), scale=entry.scale_d, offset=entry.offset_d
-    )
+def _report_layer(plan: LayerPlan, entry: LayerRecord, weights: QuantizedWeights) -> ReportLayer:
+    data = layer_qparams(entry).input
     return ReportLayer(
         name=plan.name,
         type=plan.type,
-        inputs=(grid,),
-        weight_bits=weights.bits if weights.factors else None,
+        inputs=(QuantizedInput(bits=data.bits, scale=data.step, offset=data.zero_point),),
+        weight_bits=weights.bits if weights.weights else None,
         weight_rows=weights.rows(),
         weight_bytes=weights.stored_bytes(),
     )

@@ -1,190 +1,260 @@
-"""The weights of one layer quantized as its plan says, and their entry in a record of the PyTorch dialect."""
+"""The quantized weights of a layer, for every front door, and those that a plan of the PyTorch dialect asks for."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from amct.errors import AmctError, ArgumentTypeError, CalibrationError
-from amct.numerics.affine import SymmetricScale, fine_where_empty, fit_bias
-from amct.numerics.arq import WeightKind, arq, channels_first, reorder_gates
+from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale, fine_where_empty, fit_bias
+from amct.numerics.arq import arq, channels_first, from_channels_first, reorder_gates
 from amct.numerics.dmq import balance_activation, balance_weight, dmq
+from amct.numerics.qparams import LayerQParams, QParams
 from amct.numerics.rounding import round_weight
 from amct.numerics.settings import AdaRoundSettings, ArqSettings
-from amct.record import LayerRecord
+from amct.numerics.snq import ClusteredWeight, absorb_multiplier, decode, pack_nibbles
+from amct.numerics.weight_grid import lowest_scale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from amct.config.plan import LayerPlan
     from amct.model.kinds import LayerKind
-    from amct.numerics.qparams import QParams
+    from amct.numerics.settings import WeightKind
 
 logger = logging.getLogger(__name__)
 
 RECORDED_BITS = (4, 6, 7, 8)
+TABLE_BITS = 4
 _FLOATS = (torch.float32, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class WeightPart:
-    """One float weight of a layer; a recurrent layer has two, for the input and for the hidden state.
+class FloatWeight:
+    """One float weight of a layer; a recurrent layer has several, the first of them for its input.
 
     Attributes:
-        name: Its name in the layer.
         tensor: The weight, in the layout of ``kind``.
         kind: How it lies.
         groups: Of a convolution.
         gates: Number of gates of a recurrent layer; 0 for all others.
         torch_gates: The kind of layer when its gates are in torch's order; the record lists them in ONNX's.
-        balanced: Whether DMQ multiplies its factors in; the weight of a hidden state stays as it is.
+        name: Its name in the layer.
+        place: Its number among the layer's parameters.
+        transposed: Whether the layer itself has it as ``[inputs, outputs]``.
+        balance: DMQ's factors, one per input channel, by which it is multiplied before it is rounded.
     """
 
-    name: str
     tensor: Tensor
     kind: WeightKind
     groups: int = 1
     gates: int = 0
     torch_gates: LayerKind | None = None
-    balanced: bool = True
+    name: str = "weight"
+    place: int = 0
+    transposed: bool = False
+    balance: Tensor | None = None
 
-    def with_balance(self, balance: Tensor | None) -> Tensor:
+    def balanced(self) -> Tensor:
         """The weight with DMQ's factors multiplied in."""
-        if balance is None or not self.balanced:
+        if self.balance is None:
             return self.tensor
-        return balance_weight(self.tensor, balance.to(self.tensor.device), self.kind, self.groups)
+        return balance_weight(self.tensor, self.balance.to(self.tensor.device), self.kind, self.groups)
 
-    def without_balance(self, weight: Tensor, balance: Tensor | None) -> Tensor:
-        """A weight in which DMQ's factors are multiplied in, divided by them again."""
-        if balance is None or not self.balanced:
-            return weight
-        return balance_weight(weight, balance.double().reciprocal(), self.kind, self.groups)
+    def rows(self) -> Tensor:
+        """The weight with DMQ's factors as a matrix with one row per output channel."""
+        return channels_first(self.balanced(), self.kind, self.groups)
 
-    def recorded_scales(self, factors: QParams) -> tuple[float, ...]:
-        """The scales in the order of the record."""
-        scale = factors.scale.reshape(-1)
-        if self.torch_gates is not None and scale.numel() > 1:
-            scale = reorder_gates(scale, self.torch_gates.onnx_gates)
-        return tuple(float(value) for value in scale)
+    def balanced_input(self, x: Tensor) -> Tensor:
+        """What the layer multiplies by the weight, divided by DMQ's factors."""
+        if self.balance is None:
+            return x
+        return balance_activation(x, self.balance.to(x.device), self.kind.channel_axis)
+
+    def restored(self, weight: Tensor) -> Tensor:
+        """A weight in the layout of ``kind`` as the layer has it."""
+        return weight.t().contiguous() if self.transposed else weight
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RoundedWeights(Mapping[str, "Tensor"]):
-    """By name of the part: the weight on its grid, computed anew at every access; the weights of a model are large.
+class QuantizedWeight:
+    """One weight on its grid: integers, or how they follow from the float weight; the weights of a model are large.
 
     Attributes:
-        parts: The float weights by name.
-        factors: Their scales.
-        bits: Bits of the integers.
-        balance: DMQ's factors.
-        cancel_errors: Whether the weights are rounded so that their errors cancel.
+        source: The float weight.
+        qparams: Its parameters: of all, of each row, or of each gate.
+        cancel_errors: Whether the weight is rounded so that errors cancel.
+        stored: The weight on its grid, if it does not follow from the others (learned rounding, training).
+        integers: int8, in the layout of the kind; None: computed when needed.
+        clusters: Of a weight with 16 values: their table and the index of each value.
     """
 
-    parts: Mapping[str, WeightPart]
-    factors: Mapping[str, QParams]
-    bits: int
-    balance: Tensor | None
-    cancel_errors: bool
+    source: FloatWeight
+    qparams: QParams
+    cancel_errors: bool = False
+    stored: Tensor | None = None
+    integers: Tensor | None = None
+    clusters: ClusteredWeight | None = None
 
-    def __getitem__(self, name: str) -> Tensor:
-        part = self.parts[name]
-        return round_weight(
-            part.with_balance(self.balance),
-            self.factors[name],
-            part.kind,
-            part.groups,
-            cancel_errors=self.cancel_errors and not part.gates,
-        )
+    @classmethod
+    def clustered(cls, source: FloatWeight, clusters: ClusteredWeight) -> QuantizedWeight:
+        """A weight with 16 values."""
+        integers = decode(clusters.indices, clusters.table, source.kind, source.groups)
+        return cls(source=source, qparams=clusters.qparams, integers=integers, clusters=clusters)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parts)
+    def real(self) -> Tensor:
+        """The weight on its grid with DMQ's factors multiplied in; read-only, and computed anew unless it is stored."""
+        source = self.source
+        if self.stored is not None:
+            return self.stored
+        if self.integers is None:
+            cancel_errors = self.cancel_errors and not source.gates
+            return round_weight(
+                source.balanced(), self.qparams, source.kind, source.groups, cancel_errors=cancel_errors
+            )
+        rows = self._rows().float()
+        rows *= self.qparams.scale.reshape(-1, 1)
+        return source.restored(self._from_rows(rows))
 
-    def __len__(self) -> int:
-        return len(self.parts)
+    def unbalanced(self) -> Tensor:
+        """The weight on its grid, for a model whose input is not divided by DMQ's factors."""
+        balance = self.source.balance
+        if balance is None:
+            return self.real()
+        return balance_weight(self.real(), balance.double().reciprocal(), self.source.kind, self.source.groups)
+
+    def packed(self) -> Tensor:
+        """The integers as the layer has them; of a weight with 16 values the indices, two in a byte."""
+        assert self.integers is not None
+        if self.clusters is None:
+            return self.source.restored(self.integers)
+        rows = channels_first(self.clusters.indices, self.source.kind, self.source.groups)
+        return pack_nibbles(rows.contiguous())
+
+    def with_scale(self, scale: Tensor) -> QuantizedWeight:
+        """The same weight with a larger scale."""
+        qparams = QParams.symmetric(scale)
+        ratio = (self.qparams.scale.double() / scale.double()).reshape(-1, 1)
+        if self.clusters is not None:
+            table = torch.round(self.clusters.table.double() * ratio).to(torch.int8)
+            return QuantizedWeight.clustered(self.source, ClusteredWeight(qparams, table, self.clusters.indices))
+        coarser = torch.round(self._rows().double() * ratio).to(torch.int8)
+        return replace(self, qparams=qparams, integers=self._from_rows(coarser))
+
+    def times(self, multiplier: Tensor) -> QuantizedWeight:
+        """Multiply each output channel: scales absorb the magnitude, integers the sign, without any rounding."""
+        if self.clusters is not None:
+            return QuantizedWeight.clustered(self.source, absorb_multiplier(self.clusters, multiplier)).readable()
+        scale = self.qparams.scale.double() * multiplier.double().abs()
+        vanished = scale < SMALLEST_SCALE
+        sign = torch.where(vanished, torch.zeros_like(multiplier), torch.sign(multiplier)).to(torch.int8)
+        integers = self._from_rows(self._rows() * sign.reshape(-1, 1))
+        scale = torch.where(vanished, torch.ones_like(scale), scale).float()
+        return replace(self, qparams=QParams.symmetric(scale), integers=integers).readable()
+
+    def readable(self) -> QuantizedWeight:
+        """The same weight with the smallest scale of the same values, which a reader of these values finds."""
+        qparams = replace(self.qparams, scale=lowest_scale(self._rows(), self.qparams.scale))
+        clusters = None if self.clusters is None else replace(self.clusters, qparams=qparams)
+        return replace(self, qparams=qparams, clusters=clusters)
+
+    def _rows(self) -> Tensor:
+        assert self.integers is not None
+        return channels_first(self.integers, self.source.kind, self.source.groups)
+
+    def _from_rows(self, rows: Tensor) -> Tensor:
+        assert self.integers is not None
+        return from_channels_first(rows, self.integers.shape, self.source.kind, self.source.groups)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LayerWeights:
-    """The quantized weights of one layer.
+class QuantizedWeights:
+    """The quantized weights of one layer, none for average pooling.
 
     Attributes:
-        parts: The float weights; empty for a layer without weights.
-        rounded: By name of the part: the weight on its grid, with DMQ's factors multiplied in; read-only.
-        factors: By name of the part: its scales.
-        bits: Bits of the integers.
-        balance: DMQ's factors, one per input channel: the layer's input is divided by them.
+        weights: In the order of the layer's parameters.
         custom_rounding: Whether the rounding is learned (AdaRound) or error-cancelling, not to the nearest: an exported
             file then stores the rounded weight, because the integers do not follow from float weight and scale.
         can_pack: Whether two 4-bit weights can share a byte.
     """
 
-    parts: tuple[WeightPart, ...]
-    rounded: Mapping[str, Tensor]
-    factors: Mapping[str, QParams]
-    bits: int = 8
-    balance: Tensor | None = None
+    weights: tuple[QuantizedWeight, ...] = ()
     custom_rounding: bool = False
     can_pack: bool = True
 
     @property
-    def channel_axis(self) -> int:
-        """The axis of the layer's input that holds the channels."""
-        return self.parts[0].kind.channel_axis if self.parts else 1
+    def sources(self) -> tuple[FloatWeight, ...]:
+        """The float weights."""
+        return tuple(weight.source for weight in self.weights)
+
+    @property
+    def bits(self) -> int:
+        """Bits of the integers."""
+        return self.weights[0].qparams.bits if self.weights else 8
 
     @property
     def recorded_bits(self) -> int:
         """The bit width that the record has for the weights: the next one it knows; 4 only where two share a byte."""
+        if any(weight.clusters is not None for weight in self.weights):
+            return TABLE_BITS
         return next(known for known in RECORDED_BITS if known >= self.bits and (known > 4 or self.can_pack))
 
-    def record(self) -> LayerRecord:
-        """The layer's entry in the record, without its activations."""
-        if not self.parts:
-            return LayerRecord(scale_w=(1.0,), offset_w=(0,))
-        scales = [part.recorded_scales(self.factors[part.name]) for part in self.parts]
-        state = scales[1] if len(scales) > 1 else ()
-        return LayerRecord(
-            scale_w=scales[0],
-            offset_w=(0,) * len(scales[0]),
-            scale_r=state,
-            offset_r=(0,) * len(state),
-            wts_type=f"INT{self.recorded_bits}",
-            tensor_balance_factor=() if self.balance is None else tuple(float(value) for value in self.balance),
-        )
+    @property
+    def balance(self) -> Tensor | None:
+        """DMQ's factors, one per input channel: the layer's input is divided by them."""
+        return self.weights[0].source.balance if self.weights else None
 
-    def balanced_input(self, x: Tensor) -> Tensor:
-        """The layer's input as its quantizer gets it: divided by DMQ's factors, if it has any."""
-        if self.balance is None:
-            return x
-        return balance_activation(x, self.balance.to(x.device), self.channel_axis)
+    @property
+    def channel_axis(self) -> int:
+        """The axis of the layer's input that holds the channels."""
+        return self.weights[0].source.kind.channel_axis if self.weights else 1
+
+    def qparams(self) -> LayerQParams:
+        """The parameters of the weights as exporters and records have them."""
+        found = []
+        for weight in self.weights:
+            scale, gates = weight.qparams.scale.reshape(-1).cpu(), weight.source.torch_gates
+            if gates is not None and scale.numel() > 1:
+                scale = reorder_gates(scale, gates.onnx_gates)
+            found.append(QParams.symmetric(scale, self.recorded_bits))
+        balance = None if self.balance is None else self.balance.float().cpu()
+        return LayerQParams(inputs={}, weights=tuple(found), balance=balance)
+
+    def real(self) -> dict[str, Tensor]:
+        """By name: the weight on its grid with DMQ's factors multiplied in; read-only."""
+        return {weight.source.name: weight.real() for weight in self.weights}
 
     def unbalanced(self) -> dict[str, Tensor]:
-        """By name of the part: the weight on its grid, for a model whose input is not divided by DMQ's factors."""
-        return {part.name: part.without_balance(self.rounded[part.name], self.balance) for part in self.parts}
+        """By name: the weight on its grid, for a model whose input is not divided by DMQ's factors."""
+        return {weight.source.name: weight.unbalanced() for weight in self.weights}
+
+    def balanced_input(self, x: Tensor) -> Tensor:
+        """The layer's input as its quantizer gets it."""
+        return self.weights[0].source.balanced_input(x) if self.weights else x
 
     def rows(self) -> list[Tensor]:
         """The float weights as matrices with one row per output channel, for reports."""
-        return [channels_first(part.with_balance(self.balance), part.kind, part.groups) for part in self.parts]
+        return [source.rows() for source in self.sources]
 
     def stored_bytes(self) -> tuple[float, float]:
         """The size of the float weights, and that of the integers."""
-        before = sum(part.tensor.numel() * part.tensor.element_size() for part in self.parts)
-        after = sum(part.tensor.numel() for part in self.parts) * self.recorded_bits / 8
+        before = sum(source.tensor.numel() * source.tensor.element_size() for source in self.sources)
+        after = sum(source.tensor.numel() for source in self.sources) * self.recorded_bits / 8
         return before, after
 
 
 def quantize_weights(
     plan: LayerPlan,
-    parts: Sequence[WeightPart],
+    sources: Sequence[FloatWeight],
     *,
     balance: Tensor | None = None,
     can_pack: bool = True,
-) -> LayerWeights:
+) -> QuantizedWeights:
     """Quantize the weights of one layer with scales from their largest absolute values (ARQ).
 
     Raises:
@@ -193,60 +263,46 @@ def quantize_weights(
     """
     settings = plan.weight or ArqSettings()
     assert isinstance(settings, (ArqSettings, AdaRoundSettings))
-    factors: dict[str, QParams] = {}
     cancel_errors = plan.weight_rounding == "error_cancelling"
-    for part in parts:
-        check_weight(plan.name, part)
-        weight = part.with_balance(balance)
-        groups = part.gates or part.groups
+    found = []
+    for number, source in enumerate(sources):
+        given = source if number else replace(source, balance=balance)
+        check_weight(plan.name, given)
         try:
-            factors[part.name] = arq(
-                weight,
-                kind=part.kind,
+            qparams = arq(
+                given.balanced(),
+                kind=given.kind,
                 bits=settings.num_bits,
                 channel_wise=settings.channel_wise,
-                groups=groups,
+                groups=given.gates or given.groups,
                 symmetric_scale=SymmetricScale(plan.weight_scale),
             )
         except AmctError as error:
             raise layer_error(plan.name, error) from error
-    return LayerWeights(
-        parts=tuple(parts),
-        rounded=RoundedWeights(
-            parts={part.name: part for part in parts},
-            factors=factors,
-            bits=settings.num_bits,
-            balance=balance,
-            cancel_errors=cancel_errors,
-        ),
-        factors=factors,
-        bits=settings.num_bits,
-        balance=balance,
-        custom_rounding=cancel_errors,
-        can_pack=can_pack,
-    )
+        found.append(QuantizedWeight(source=given, qparams=qparams, cancel_errors=cancel_errors))
+    return QuantizedWeights(weights=tuple(found), custom_rounding=cancel_errors, can_pack=can_pack)
 
 
-def balance_factors(plan: LayerPlan, part: WeightPart, maximum: Tensor) -> Tensor:
+def balance_factors(plan: LayerPlan, source: FloatWeight, maximum: Tensor) -> Tensor:
     """DMQ's factors of one layer, from the largest activation of each of its input channels.
 
     Raises:
         CalibrationError: They cannot be computed; names the layer.
     """
     try:
-        return dmq(maximum, part.tensor.cpu(), part.kind, part.groups, plan.migration_strength or 0.0)
+        return dmq(maximum, source.tensor.cpu(), source.kind, source.groups, plan.migration_strength or 0.0)
     except AmctError as error:
         raise layer_error(plan.name, error) from error
 
 
-def check_weight(layer: str, part: WeightPart) -> None:
+def check_weight(layer: str, source: FloatWeight) -> None:
     """Check that a weight can be quantized at all.
 
     Raises:
         ArgumentTypeError: It is neither float32 nor float16.
         CalibrationError: It holds NaN or infinity.
     """
-    weight = part.tensor
+    weight = source.tensor
     if weight.dtype not in _FLOATS:
         raise ArgumentTypeError(
             f'layer "{layer}": only weights of float32 and float16 can be quantized, got '
@@ -255,13 +311,13 @@ def check_weight(layer: str, part: WeightPart) -> None:
     if weight.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise CalibrationError(
-            f'layer "{layer}": {bad} of {weight.numel()} values of {part.name} are NaN or infinite; '
+            f'layer "{layer}": {bad} of {weight.numel()} values of {source.name} are NaN or infinite; '
             "repair the model, or leave this layer in float"
         )
 
 
-def suited_to_bias(layer: str, entry: LayerRecord, weights: LayerWeights, bias: Tensor) -> LayerRecord:
-    """The entry of a layer in the record with weight scales that suit its bias, in steps of scale_w · scale_d.
+def suited_to_bias(layer: str, qparams: LayerQParams, weights: QuantizedWeights, bias: Tensor) -> LayerQParams:
+    """The parameters of a layer with weight scales that suit its bias, in steps of the scales of weight and input.
 
     Two kinds of channels that hardly depend on the layer's input, as batch norms with a scale of zero make them, need
     other scales. Where all weights are zero, or round to it, any scale is right for them, and the steps of the 1 that
@@ -271,11 +327,11 @@ def suited_to_bias(layer: str, entry: LayerRecord, weights: LayerWeights, bias: 
     Raises:
         CalibrationError: The bias is not finite, or no scale is large enough; names the layer.
     """
-    scales = torch.tensor(entry.scale_w, dtype=torch.float32)
-    if scales.numel() not in (1, bias.numel()) or entry.scale_d is None:
-        return entry
+    scales = qparams.weight.scale
+    if scales.numel() not in (1, bias.numel()):
+        return qparams
     bias = bias.detach().float().cpu()
-    data = torch.tensor(entry.scale_d, dtype=torch.float32)
+    data = qparams.input.scale.cpu()
     try:
         fit = fit_bias(bias, _fine_where_zero(scales, weights, bias, data), data)
     except AmctError as error:
@@ -286,10 +342,11 @@ def suited_to_bias(layer: str, entry: LayerRecord, weights: LayerWeights, bias: 
             layer,
             len(fit.raised),
         )
-    return replace(entry, scale_w=tuple(float(value) for value in fit.scale_weight))
+    first, *others = qparams.weights
+    return replace(qparams, weights=(replace(first, scale=fit.scale_weight.float()), *others))
 
 
-def _fine_where_zero(scales: Tensor, weights: LayerWeights, bias: Tensor, data: Tensor) -> Tensor:
+def _fine_where_zero(scales: Tensor, weights: QuantizedWeights, bias: Tensor, data: Tensor) -> Tensor:
     """The scales, with those of channels without any weight chosen for their bias."""
     if not bool((scales == 1).any()):  # the scale of weights that are as good as zero
         return scales

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from amct.calibration import Ranks
     from amct.config.plan import LayerPlan
     from amct.model import Node
-    from amct.pipeline.weights import LayerWeights
+    from amct.pipeline.weights import QuantizedWeights
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.folding import Fused
     from amct.pytorch.layer_hooks import Arguments
@@ -53,7 +53,7 @@ _SEED = 0
 
 def learn_rounding(
     preparation: TorchPreparation, data: Callable[[], Iterable[Arguments]], *, fast: bool, ranks: Ranks = ALONE
-) -> dict[str, LayerWeights]:
+) -> dict[str, QuantizedWeights]:
     """Learn the rounding of every layer that the plan gives to AdaRound.
 
     Args:
@@ -74,14 +74,14 @@ def learn_rounding(
             module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
     cache = OutputCache(quantized, [layer.name for layer in layers])
     outputs = _FloatOutputs(preparation.fused.model, [layer.name for layer in layers], batches)
-    learned: dict[str, LayerWeights] = {}
+    learned: dict[str, QuantizedWeights] = {}
     with progress.bar("AdaRound", len(layers)) as advance:
         for layer in layers:
             advance(0, description=f"AdaRound {layer.name}")
             target = outputs.of(layer.name)
             inputs = _collect(quantized, [layer.name], batches, inputs=True, begin=cache.begin)[layer.name]
             found = _learn_layer(layer, preparation, inputs, target, _Division(ranks, fast=fast))
-            put_weights(layer_module(quantized, layer.name), found.rounded)
+            put_weights(layer_module(quantized, layer.name), found.real())
             cache.finish(layer.name)
             learned[layer.name] = found
             advance()
@@ -90,16 +90,16 @@ def learn_rounding(
 
 def _learn_layer(
     layer: LayerPlan, preparation: TorchPreparation, inputs: list[Tensor], target: list[Tensor], division: _Division
-) -> LayerWeights:
+) -> QuantizedWeights:
     before = preparation.weights[layer.name]
     module = layer_module(preparation.fused.model, layer.name)
     if not inputs:
         raise CalibrationError(f'layer "{layer.name}": no data reaches it, so AdaRound cannot learn; use ARQ for it')
     pairs, notes = _merged(module, inputs, target)
-    part = before.parts[0]
+    (weight,) = before.weights
     bias = getattr(module, "bias", None)
     described = AdaRoundLayer(
-        weight=part.with_balance(before.balance),
+        weight=weight.source.balanced(),
         bias=bias.detach().float() if isinstance(bias, Tensor) else None,
         geometry=_geometry(module),
         activation=activation_after(layer.name, preparation.traced, preparation.fused),
@@ -108,9 +108,8 @@ def _learn_layer(
     for note in (*notes, *result.notes):
         logger.info('layer "%s": %s', layer.name, note)
     logger.debug('layer "%s": loss %g, was %g', layer.name, result.final_loss, result.initial_loss)
-    return replace(
-        before, rounded={part.name: result.weight}, factors={part.name: result.qparams}, custom_rounding=True
-    )
+    learned = replace(weight, qparams=result.qparams, stored=result.weight)
+    return replace(before, weights=(learned,), custom_rounding=True)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_t
 from amct.pipeline.passes import BALANCE
 from amct.pipeline.weights import balance_factors
 from amct.pytorch.capture.functional_layers import layer_module
-from amct.pytorch.capture.layer_types import weight_parts
+from amct.pytorch.capture.layer_types import float_weights
 from amct.pytorch.folding import fuse
 from amct.pytorch.layer_hooks import Balance, given_input, observe_inputs, run_in_context
 from amct.pytorch.user_model import MARK
@@ -175,7 +175,7 @@ def balancing_model(
     model = fuse(traced, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers).model
     plans = {layer.name: layer for layer in plan.balanced}
     order = [name for name in traced.layers if name in plans]
-    parts = {name: weight_parts(layer_module(model, name))[0] for name in order}
+    parts = {name: float_weights(layer_module(model, name))[0] for name in order}
 
     def update(maxima: Mapping[str, Tensor]) -> None:
         found = [name for name in order if name in maxima]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -26,6 +25,7 @@ from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import put_weights
 from amct.pytorch.capture.program import uncompiled
 from amct.pytorch.user_model import MARK
+from amct.record.conversion import layer_qparams
 from amct.report.filling import input_key
 from amct.report.measuring import OUTPUT
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from amct.calibration import CalibrationSession
-    from amct.numerics.qparams import QParams
+    from amct.numerics.qparams import LayerQParams, QParams
     from amct.pipeline.door import OnTensor
-    from amct.pipeline.weights import LayerWeights
+    from amct.pipeline.weights import QuantizedWeights
     from amct.pytorch.preparation import TorchPreparation
-    from amct.record import LayerRecord, Record
+    from amct.record import Record
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -82,26 +82,29 @@ class Balance:
         return with_input(args, kwargs, balance_activation(x, self.factors.to(x.device), self.axis))
 
 
+def _rounded(x: Tensor, qparams: QParams) -> Tensor:
+    return fake_quantize(x, qparams.scale, qparams.offset, qparams.bits)
+
+
 class FakeQuantize:
     """Fake-quantizes a layer's input, and the initial state of a recurrent layer."""
 
-    def __init__(self, bits: int, factors: tuple[Tensor, Tensor], state: tuple[Tensor, Tensor] | None = None) -> None:
-        self.bits = bits
-        self.factors = factors
+    def __init__(self, data: QParams, state: QParams | None = None) -> None:
+        self.data = data
         self.state = state
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Fake-quantize the input; a forward pre-hook with keyword arguments."""
         x = given_input(args, kwargs)
         if x is not None:
-            rounded = on_all_values(lambda values: fake_quantize(values, *self.factors, self.bits), x)
+            rounded = on_all_values(lambda values: _rounded(values, self.data), x)
             args, kwargs = with_input(args, kwargs, rounded)
         state = given_state(args, kwargs) if self.state is not None else None
         if state is None:
             return args, kwargs
         assert self.state is not None
         h = state[0] if isinstance(state, (tuple, list)) else state
-        h = fake_quantize(h, *self.state, self.bits)
+        h = _rounded(h, self.state)
         state = (h, *state[1:]) if isinstance(state, (tuple, list)) else h
         return ((*args[:1], state), kwargs) if len(args) > 1 else (args, {**kwargs, "hx": state})
 
@@ -233,7 +236,7 @@ class TorchRun:
         self,
         model: nn.Module,
         layers: Mapping[str, str],
-        weights: Mapping[str, LayerWeights] | None = None,
+        weights: Mapping[str, QuantizedWeights] | None = None,
         *,
         shapes_vary: bool = False,
     ) -> None:
@@ -281,7 +284,7 @@ def _output_hook(layer: str, outputs: OnTensor) -> Callable[..., None]:
     return hook
 
 
-def _input_hook(layer: str, weights: LayerWeights, inputs: OnTensor) -> Callable[..., None]:
+def _input_hook(layer: str, weights: QuantizedWeights, inputs: OnTensor) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = given_input(args, kwargs)
         if x is not None:
@@ -300,46 +303,29 @@ def fake_quant_copy(preparation: TorchPreparation, record: Record, *, is_private
     """A fake-quantized copy of the folded model; the record must be complete. ``is_private``: no user gets it."""
     model = preparation.quantized_copy(is_private=is_private)
     for name, weights in preparation.weights.items():
-        module, entry = layer_module(model, name), record[name]
+        module, qparams = layer_module(model, name), layer_qparams(record[name])
         setattr(module, MARK, True)
         if weights.balance is not None:
             module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
-        module.register_forward_pre_hook(_quantizer(entry), with_kwargs=True)
+        module.register_forward_pre_hook(FakeQuantize(qparams.input, qparams.hidden), with_kwargs=True)
         try:
-            _round_biases(module, weights, entry)
+            _round_biases(module, weights, qparams)
         except AmctError as error:
             logger.warning('layer "%s": the bias stays float in the simulated model: %s', name, error)
     return model
 
 
-def _quantizer(entry: LayerRecord) -> FakeQuantize:
-    bits = int(entry.activation_type.removeprefix("INT"))
-    assert entry.scale_d is not None
-    assert entry.offset_d is not None
-    state = None
-    if entry.scale_h is not None and entry.offset_h is not None:
-        state = _factors(entry.scale_h, entry.offset_h)
-    return FakeQuantize(bits, _factors(entry.scale_d, entry.offset_d), state)
-
-
-def _factors(scale: float, offset: int) -> tuple[Tensor, Tensor]:
-    return torch.tensor(scale, dtype=torch.float32), torch.tensor(offset, dtype=torch.int32)
-
-
-def _round_biases(module: nn.Module, weights: LayerWeights, entry: LayerRecord) -> None:
+def _round_biases(module: nn.Module, weights: QuantizedWeights, qparams: LayerQParams) -> None:
     """Round each bias to the scale of its accumulator."""
-    if isinstance(module, nn.RNNBase):
-        pairs = [("bias_ih_l0", "weight_ih_l0", entry.scale_d), ("bias_hh_l0", "weight_hh_l0", entry.scale_h)]
+    if isinstance(module, nn.RNNBase):  # the gates of the record are in another order
+        steps, data = [weight.qparams for weight in weights.weights], [qparams.input, qparams.hidden]
+        names = ["bias_ih_l0", "bias_hh_l0"]
     else:
-        pairs = [("bias", "weight", entry.scale_d)]
-    for attribute, weight, scale in pairs:
-        bias = getattr(module, attribute, None)
-        if isinstance(bias, torch.Tensor) and weight in weights.factors and scale is not None:
-            factors = weights.factors[weight]
-            if not isinstance(module, nn.RNNBase):  # of a recurrent layer the record has the gates in another order
-                recorded = torch.tensor(entry.scale_w, dtype=torch.float32).reshape(factors.scale.shape)
-                factors = replace(factors, scale=recorded)
-            put_weights(module, {attribute: _rounded_bias(bias.detach(), factors, scale)})
+        steps, data, names = list(qparams.weights[: len(weights.weights)]), [qparams.input], ["bias"]
+    for name, step, each in zip(names, steps, data, strict=False):
+        bias = getattr(module, name, None)
+        if isinstance(bias, torch.Tensor) and each is not None:
+            put_weights(module, {name: _rounded_bias(bias.detach(), step, each.step)})
 
 
 def _rounded_bias(bias: Tensor, qparams: QParams, scale: float) -> Tensor:

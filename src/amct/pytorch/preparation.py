@@ -22,7 +22,7 @@ from amct.pytorch.adaround import learn_rounding
 from amct.pytorch.calibrating import start_calibration
 from amct.pytorch.capture.capturable import tensors_in, with_tensors
 from amct.pytorch.capture.functional_layers import layer_module
-from amct.pytorch.capture.layer_types import put_weights, weight_parts
+from amct.pytorch.capture.layer_types import float_weights, put_weights
 from amct.pytorch.folding import Fused, fuse
 from amct.pytorch.inputs import torch_batches
 from amct.pytorch.intermediate_tensors import find_tensors
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from amct.export.qdq.exporter import TensorPlan
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import ComparedModel, ModelOutput
-    from amct.pipeline.weights import LayerWeights
+    from amct.pipeline.weights import QuantizedWeights
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.intermediate_tensors import TensorWatch
     from amct.pytorch.layer_hooks import Arguments
@@ -92,12 +92,12 @@ class TorchPreparation(Preparation):
             is_private: Whether no user gets it, who might change it: it shares all other parameters (embeddings, those
                 that functional layers take their weights from) with the folded model.
         """
-        replaced = [part.tensor for weights in self.weights.values() for part in weights.parts]
+        replaced = [source.tensor for weights in self.weights.values() for source in weights.sources]
         model = copy_model(self.fused.model, without=self.fused.model.parameters() if is_private else replaced)
         for name, weights in self.weights.items():
-            stored = isinstance(weights.rounded, dict)  # others are computed, for this copy alone
-            rounded = {key: weight.clone() if stored else weight for key, weight in weights.rounded.items()}
-            put_weights(layer_module(model, name), rounded)
+            for weight in weights.weights:
+                real = weight.real() if weight.stored is None else weight.stored.clone()
+                put_weights(layer_module(model, name), {weight.source.name: real})
         if not is_private:
             own_parameters(model, self.fused.model)
         return model
@@ -268,12 +268,12 @@ def prepare(
     """
     chosen = enabled_layers(plan, traced.layers)
     fused = fuse(traced, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers)
-    weights: dict[str, LayerWeights] = {}
+    weights: dict[str, QuantizedWeights] = {}
     for layer in chosen:
         module = layer_module(fused.model, layer.name)
         weights[layer.name] = quantize_weights(
             layer,
-            weight_parts(module),
+            float_weights(module),
             balance=(balance or {}).get(layer.name),
             can_pack=traced.layers[layer.name].can_pack,
         )

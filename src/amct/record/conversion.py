@@ -8,11 +8,11 @@ import numpy as np
 
 from amct.errors import RecordValueError
 from amct.numerics.qparams import LayerQParams, QParams
+from amct.record.records import CaffeLayerRecord, LayerRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from amct.record.records import LayerRecord
 
 ACTIVATION_BITS = (4, 8, 16)
 WEIGHT_BITS = (4, 6, 7, 8)
@@ -38,6 +38,34 @@ def layer_qparams(entry: LayerRecord) -> LayerQParams:
         weights=tuple(QParams.of(positive(name, scales), bits=wts_bits) for name, scales in weights if scales),
         hidden=hidden,
         balance=QParams.of(positive("balance", balance)).scale if balance else None,
+    )
+
+
+def layer_record(qparams: LayerQParams) -> LayerRecord:
+    """The entry of a layer of the PyTorch dialect; without inputs that of its weights alone."""
+    scales = [tuple(each.scale.reshape(-1).tolist()) for each in qparams.weights] or [(1.0,)]
+    state = scales[1] if len(scales) > 1 else ()
+    data, hidden = qparams.inputs.get(0), qparams.hidden
+    return LayerRecord(
+        scale_d=None if data is None else data.step,
+        offset_d=None if data is None else data.zero_point,
+        act_type=None if data is None else f"INT{data.bits}",
+        scale_w=scales[0],
+        offset_w=(0,) * len(scales[0]),
+        wts_type=f"INT{qparams.weight.bits}" if qparams.weights else None,
+        scale_h=None if hidden is None else hidden.step,
+        offset_h=None if hidden is None else hidden.zero_point,
+        scale_r=state,
+        offset_r=(0,) * len(state),
+        tensor_balance_factor=() if qparams.balance is None else tuple(qparams.balance.tolist()),
+    )
+
+
+def caffe_weights_record(layer: str, qparams: LayerQParams) -> CaffeLayerRecord:
+    """The entry of the weights of a layer in the Caffe dialect."""
+    scales = [scale for each in qparams.weights for scale in each.scale.reshape(-1).tolist()]
+    return CaffeLayerRecord(
+        scale_w=tuple(scales), offset_w=(0,) * len(scales), num_bits_w=qparams.weight.bits, object_layer=layer
     )
 
 

@@ -24,7 +24,7 @@ LEARNED = "retrain_weight_quant_config { ulq_retrain { dst_type: INT8 } }"
 def steps_apart(found, expected, model):
     """The largest difference in steps of the last layer's accumulator input: one activation step reaches the output."""
     layer = model.fc
-    scale, _ = layer.activation.factors()
+    scale = layer.activation.qparams().step
     gain = layer.weight.detach().abs().max().item()
     return np.abs(found - expected.numpy()).max() / (scale * gain)
 
@@ -78,7 +78,8 @@ def test_recorded_scales_are_folded(saved):
     factor = model.b1.weight.detach().abs() / (model.b1.running_var + model.b1.eps).sqrt()
     np.testing.assert_allclose(record["c1"].scale_w, (scale * factor).numpy(), rtol=1e-6)
     assert record["c2"].scale_w == tuple(model.c2.weight_quantizer.scales(model.c2.weight).tolist())
-    assert (record["c1"].scale_d, record["c1"].offset_d) == model.c1.activation.factors()
+    trained = model.c1.activation.qparams()
+    assert (record["c1"].scale_d, record["c1"].offset_d) == (trained.step, trained.zero_point)
     assert record["c2"].scale_d == record["c3"].scale_d  # one quantizer
 
 
@@ -209,9 +210,9 @@ def test_weights_far_outside_of_their_range_mean_their_outermost_integer(tmp_pat
         model.c2.weight[:, 0] *= 50
     expected = evaluate(model, images(1))
     quantized = model.quantized()
-    weights = quantized.prepared.weights["c2"]
-    step = weights.factors["weight"].scale[:, None, None, None]
-    assert ((weights.parts[0].tensor - weights.rounded["weight"]).abs() <= 0.501 * step).all()
+    (weight,) = quantized.prepared.weights["c2"].weights
+    step = weight.qparams.scale[:, None, None, None]
+    assert ((weight.source.tensor - weight.real()).abs() <= 0.501 * step).all()
     quantized.save(tmp_path / "net", formats=["qdq"])
     found = run_onnx(tmp_path / "net_qdq_model.onnx", images(1))
     assert np.linalg.norm(found - expected.numpy()) < 0.1 * expected.norm()

@@ -206,7 +206,7 @@ def test_clips_never_come_from_the_example_input(tmp_path):
 def test_the_precision_mode_rounds_the_scale_in_training_too(tmp_path):
     created = Flow(tmp_path, "fakequant_precision_mode: FORCE_FP16_QUANT").create()
     train(created, [0])
-    scale, _ = created.c1.input_quantizer.factors()
+    scale = created.c1.input_quantizer.qparams().step
     assert scale == torch.tensor(scale).half().float().item()
     used = created.c1.input_quantizer.eval()(images()).unique().diff().min().item()
     assert used == pytest.approx(scale, rel=1e-3)

@@ -71,7 +71,7 @@ def operation_quantizers(model):
 
 def steps_apart(found, expected, model):
     """The largest difference in steps of the input of the last layer, times its largest weight."""
-    scale, _ = model.fc.activation.factors()
+    scale = model.fc.activation.qparams().step
     return np.abs(found - expected.numpy()).max() / (scale * model.fc.weight.detach().abs().max().item())
 
 
@@ -123,8 +123,9 @@ def test_the_fast_file_computes_what_the_trained_model_computes(trained, optimiz
 def test_the_file_of_tensor_factors_has_the_trained_ones(trained):
     model, folder = trained
     tensors = read_tensor_factors(folder / "net_record.txt.qdq.json")
-    known = {(factors.step, factors.zero_point) for factors in tensors.values()}
-    assert {quantizer.factors() for quantizer in operation_quantizers(model).values()} <= known
+    known = {(each.step, each.zero_point) for each in tensors.values()}
+    found = [quantizer.qparams() for quantizer in operation_quantizers(model).values()]
+    assert {(each.step, each.zero_point) for each in found} <= known
     assert all(factors.mean is None for factors in tensors.values())  # nothing is balanced or corrected
 
 
@@ -370,7 +371,8 @@ def test_the_weight_of_a_functional_call_is_on_its_grid():
     layer.register_forward_hook(lambda _, given, made: seen.append((given, made)))
     evaluate(model, sequences(1))
     (((x, weight), (quantized_x, quantized_weight)),) = seen
-    scale, offset = layer.activation.factors()
+    trained = layer.activation.qparams()
+    scale, offset = trained.step, trained.zero_point
     expected = (np.clip(np.round(x.double().numpy() / scale) + offset, -128, 127) - offset) * scale
     np.testing.assert_allclose(quantized_x.numpy(), expected, atol=1.01 * scale * 1e-3)
     step = layer.weight_quantizer.scale.detach().double().numpy().reshape(-1, 1)

@@ -13,7 +13,7 @@ from amct.errors import TrainingError
 from amct.numerics.arq import WeightKind, arq
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.settings import IfmrSettings
-from amct.pipeline.weights import WeightPart
+from amct.pipeline.weights import FloatWeight
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
 
 
@@ -72,11 +72,11 @@ def test_given_clips_are_used_from_the_first_batch_on():
 def test_illegal_clips_are_restored_in_training():
     quantizer = ActivationQuantizer("c", 8, clips=(-1.0, 2.0))
     quantizer(values(0))
-    expected, factors = quantizer(values(0)), quantizer.factors()
+    expected, factors = quantizer(values(0)), quantizer.qparams()
     with torch.no_grad():
         quantizer.clip_max.fill_(-0.5)
     assert torch.equal(quantizer.eval()(values(0)), expected)  # the last step of an optimizer may have done that
-    assert quantizer.factors() == factors
+    assert quantizer.qparams() == factors
     assert quantizer.clip_max == -0.5  # eval changes nothing
     quantizer.train()(values(0))
     assert (quantizer.clip_min.item(), quantizer.clip_max.item()) == (-1.0, 2.0)
@@ -99,7 +99,7 @@ def test_data_that_is_not_finite_is_named_with_its_layer():
 
 def test_factors_before_the_range_is_known_say_what_to_do():
     with pytest.raises(TrainingError, match=r'layer "c": .*not known yet; run at least 2 batches in train mode'):
-        ActivationQuantizer("c", 8, batch_num=2).factors()
+        ActivationQuantizer("c", 8, batch_num=2).qparams()
 
 
 def test_a_state_in_the_middle_of_the_first_batches_goes_on():
@@ -139,7 +139,7 @@ def test_a_copy_that_is_given_averaged_clips_does_not_determine_its_own():
 
 
 def part(shape, kind=WeightKind.CONV, groups=1):
-    return WeightPart(name="weight", tensor=values(4, math.prod(shape)).reshape(shape), kind=kind, groups=groups)
+    return FloatWeight(name="weight", tensor=values(4, math.prod(shape)).reshape(shape), kind=kind, groups=groups)
 
 
 def test_learned_scales_begin_as_those_of_arq():

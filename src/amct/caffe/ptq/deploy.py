@@ -15,9 +15,10 @@ from amct.caffe.engine.messages import new_message
 from amct.caffe.model import RECURRENT_TYPES
 from amct.caffe.prototxt import free_name
 from amct.caffe.ptq.insertion import insert_quant, taken_names
-from amct.caffe.ptq.quantized_weights import QuantizedWeights, fitted_bias, known, may_overflow, sum_scale, with_bias
+from amct.caffe.ptq.quantized_weights import fitted_bias, known, may_overflow, real_blobs, sum_scale, with_bias
 from amct.numerics.weight_grid import dequantized_bias
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
+from amct.record.conversion import caffe_weights_record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
-    from amct.caffe.ptq.quantized_weights import IntegerLayer, QuantizedMatrix
+    from amct.caffe.ptq.quantized_weights import IntegerLayer
+    from amct.pipeline.weights import QuantizedWeight, QuantizedWeights
 
 
 STATIC = 2
@@ -52,14 +54,14 @@ class IntegerRecurrent:
     @property
     def blobs(self) -> list[torch.Tensor]:
         """The blobs of a deploy model: int8 matrices and int32 biases."""
-        found = {matrix.blob: matrix.integers for matrix in self.weights.matrices} | self.biases
+        found = {weight.source.place: weight.packed() for weight in self.weights.weights} | self.biases
         return [found[place] for place in sorted(found)]
 
     @property
     def real_blobs(self) -> list[torch.Tensor]:
         """The dequantized blobs."""
-        matrices = {matrix.blob: matrix for matrix in self.weights.matrices}
-        found = {place: matrix.real() for place, matrix in matrices.items()}
+        matrices = {weight.source.place: weight for weight in self.weights.weights}
+        found = {place: weight.real() for place, weight in matrices.items()}
         for place, bias in self.biases.items():
             scale = known(self.inputs[place - 1].scale)
             found[place] = dequantized_bias(bias, sum_scale(matrices[place - 1], scale))
@@ -67,9 +69,10 @@ class IntegerRecurrent:
 
     def overflowing(self) -> Iterator[int]:
         """The data bit width of each matrix whose sums may exceed int32."""
-        for matrix in self.weights.matrices:
-            data = self.inputs[matrix.blob]
-            if may_overflow(matrix, self.biases.get(matrix.blob + 1), data.bits, int(known(data.offset))):
+        for weight in self.weights.weights:
+            place = weight.source.place
+            data = self.inputs[place]
+            if may_overflow(weight, self.biases.get(place + 1), data.bits, int(known(data.offset))):
                 yield data.bits
 
 
@@ -82,22 +85,22 @@ def integer_recurrent(
         CalibrationError: a bias cannot be quantized; the message names the layer.
     """
     inputs = _inputs(layer, weights, entry)
-    matrices: list[QuantizedMatrix] = []
+    fitted: list[QuantizedWeight] = []
     biases: dict[int, torch.Tensor] = {}
-    for given in weights.matrices:
-        matrix, place = given, given.blob + 1
+    for given in weights.weights:
+        weight, place = given, given.source.place + 1
         if place < len(blobs) and blobs[place].ndim == 1:
-            scale = known(inputs[given.blob].scale)
-            matrix, (biases[place],) = fitted_bias(weights.layer, given, blobs[place], [scale], may_raise_scale=True)
-        matrices.append(matrix)
-    return IntegerRecurrent(weights=replace(weights, matrices=tuple(matrices)), inputs=inputs, biases=biases)
+            scale = known(inputs[place - 1].scale)
+            weight, (biases[place],) = fitted_bias(layer.name, given, blobs[place], [scale], may_raise_scale=True)
+        fitted.append(weight)
+    return IntegerRecurrent(weights=replace(weights, weights=tuple(fitted)), inputs=inputs, biases=biases)
 
 
 def _inputs(layer: ProtoMessage, weights: QuantizedWeights, entry: CaffeLayerRecord) -> dict[int, DataFactors]:
     """Data factors by matrix: the first multiplies the data, the next the static input (if any), the others states."""
     first = known(entry.input(0))
     hidden = DataFactors(index=0, scale=1.0 / (2 ** (first.bits - 1) - 1), offset=0, num_bits=first.bits)
-    places = [matrix.blob for matrix in weights.matrices]
+    places = [weight.source.place for weight in weights.weights]
     found = dict.fromkeys(places, hidden) | {places[0]: first}
     states = STATES[layer.type] if layer.recurrent_param.expose_hidden else 0
     if len(layer.bottom) - states > STATIC:
@@ -115,7 +118,7 @@ def fake_recurrent(layer: ProtoMessage, entry: CaffeLayerRecord) -> None:
 def deploy_recurrent(layer: ProtoMessage, made: IntegerRecurrent, entry: CaffeLayerRecord) -> list[torch.Tensor]:
     """Convert a recurrent layer to integer arithmetic and return its blobs."""
     fake_recurrent(layer, entry)
-    layer.lstm_quant_param.scale_w.extend(float(matrix.factors.scale) for matrix in made.weights.matrices)
+    layer.lstm_quant_param.scale_w.extend(weight.qparams.step for weight in made.weights.weights)
     return made.blobs
 
 
@@ -180,7 +183,9 @@ class Results:
             inputs = [known(entry.input(index)) for index in range(len(layer.bottom))]
             bias = blobs[1] if len(blobs) > 1 else None
             scales = [known(data.scale) for data in inputs]
-            made = self._integer[layer.name] = with_bias(weights, bias, scales, may_raise_scale=may_raise_scale)
+            made = self._integer[layer.name] = with_bias(
+                layer.name, weights, bias, scales, may_raise_scale=may_raise_scale
+            )
             weights = made.weights
             overflowing = next((data.bits for index, data in enumerate(inputs) if _overflows(made, index, data)), None)
         self._weights[layer.name] = weights
@@ -190,7 +195,7 @@ class Results:
                 layer.name,
                 overflowing,
             )
-        own = weights.record()
+        own = caffe_weights_record(layer.name, weights.qparams())
         return replace(entry, scale_w=own.scale_w, offset_w=own.offset_w, num_bits_w=own.num_bits_w)
 
     # ------------------------------------------------------------------ fake-quant
@@ -203,7 +208,7 @@ class Results:
             fake_recurrent(model.layer(name), self.record[name])
             model.weights[name] = recurrent.real_blobs
         for name, integer in self._integer.items():
-            blobs = integer.weights.real_blobs(model.weights[name])
+            blobs = real_blobs(integer.weights, model.weights[name])
             if integer.real_bias is not None:
                 blobs[1] = integer.real_bias
             model.weights[name] = blobs
@@ -234,9 +239,9 @@ class Results:
         """
         model = self._model.copy()
         for name, weights in self._weights.items():
-            clustered = any(matrix.clustered is not None for matrix in weights.matrices)
+            clustered = any(weight.clusters is not None for weight in weights.weights)
             if clustered or model.layer(name).type in rounded:
-                model.weights[name] = weights.real_blobs(model.weights[name])
+                model.weights[name] = real_blobs(weights, model.weights[name])
         return model
 
     # ------------------------------------------------------------------ deploy
@@ -276,12 +281,12 @@ class Results:
         self, layer: ProtoMessage, made: dict[str, list[torch.Tensor]], taken: set[str]
     ) -> list[ProtoMessage]:
         integer = self._integer[layer.name]
-        matrix = integer.weights.matrices[0]
-        blobs = [matrix.stored(), *integer.biases]
-        if matrix.clustered is not None:
-            layer.integer_param.num_bits_w = integer.weights.bits
-            layer.integer_param.channel_wise = matrix.clustered.table.shape[0] > 1
-            blobs.append(matrix.clustered.table)
+        (weight,) = integer.weights.weights
+        blobs = [weight.packed(), *integer.biases]
+        if weight.clusters is not None:
+            layer.integer_param.num_bits_w = integer.weights.recorded_bits
+            layer.integer_param.channel_wise = weight.clusters.table.shape[0] > 1
+            blobs.append(weight.clusters.table)
         made[layer.name] = blobs
         behind = []
         for index, scale in enumerate(integer.sum_scales):
@@ -315,7 +320,7 @@ def _layer_behind(layer: ProtoMessage, index: int, kind: str, blob: str, taken: 
 
 def _overflows(layer: IntegerLayer, index: int, data: DataFactors) -> bool:
     bias = layer.biases[index] if layer.biases else None
-    return may_overflow(layer.weights.matrices[0], bias, data.bits, int(known(data.offset)))
+    return may_overflow(layer.weights.weights[0], bias, data.bits, int(known(data.offset)))
 
 
 def fill_quant(options: ProtoMessage, layer: str, data: DataFactors) -> None:

@@ -19,7 +19,7 @@ from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup
 from amct.caffe.model import blob_shapes, caffe_batches, read_model, run_net, write_model
 from amct.caffe.prototxt import restore_in_place
-from amct.caffe.ptq.folding import check_global_statistics, fuse, layout_of
+from amct.caffe.ptq.folding import check_global_statistics, float_weight, fuse
 from amct.errors import CalibrationError
 from amct.numerics.equalization import ChannelStatistics, ConsumerNoise, choose_factors
 
@@ -214,16 +214,16 @@ def _can_multiply_weights(layer: ProtoMessage) -> bool:
 
 def _columns(model: CaffeModel, use: Use) -> torch.Tensor:
     """The weight of a reading layer as ``[groups, rows, channels of a group, taps]``."""
-    layout = layout_of(model.layer(use.layer), model.weights[use.layer][0])
-    weight = layout.rows_first().double()
-    return weight.reshape(layout.groups, weight.shape[0] // layout.groups, use.channels // layout.groups, -1)
+    source = float_weight(model.layer(use.layer), model.weights[use.layer][0])
+    weight, groups = source.tensor.double(), source.groups
+    return weight.reshape(groups, weight.shape[0] // groups, use.channels // groups, -1)
 
 
 def _store(model: CaffeModel, use: Use, columns: torch.Tensor) -> None:
     weight, *rest = model.weights[use.layer]
-    layout = layout_of(model.layer(use.layer), weight)
-    rows = columns.float().reshape(layout.rows_first().shape)
-    model.weights[use.layer] = [layout.restored(rows), *rest]
+    source = float_weight(model.layer(use.layer), weight)
+    rows = columns.float().reshape(source.tensor.shape)
+    model.weights[use.layer] = [source.restored(rows), *rest]
 
 
 # ------------------------------------------------------------------ activations

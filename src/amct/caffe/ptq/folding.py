@@ -2,8 +2,8 @@
 
 Three passes, exact up to float rounding: layers behind a weighted layer are folded into it; a BatchNorm (and Scale)
 before a convolution without padding is folded into that convolution; the remaining ones that are to be quantized are
-replaced by a 1x1 DepthwiseConv. The report lists the layers that were not folded, with the reason. ``layout_of`` says
-how the weights of a layer lie, in the terms of ``amct.numerics``.
+replaced by a 1x1 DepthwiseConv. The report lists the layers that were not folded, with the reason. ``float_weight`` has
+the weight of a layer in the terms of ``amct.numerics``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from amct.model import FusionPattern, Skip, find_fusions, find_leading_fusions
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
 from amct.numerics.fold import ChannelAffine, fold_after, fold_before
 from amct.numerics.settings import WeightKind
+from amct.pipeline.weights import FloatWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -33,33 +34,16 @@ if TYPE_CHECKING:
     from amct.model import Fusion, Node
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightLayout:
-    """A weight and its layout; ``transposed``: an InnerProduct weight stored as ``[inputs, outputs]``."""
-
-    weight: torch.Tensor
-    kind: WeightKind
-    groups: int = 1
-    transposed: bool = False
-
-    def rows_first(self) -> torch.Tensor:
-        """The weight in the layout of its kind, with outputs first."""
-        return self.weight.t().contiguous() if self.transposed else self.weight
-
-    def restored(self, weight: torch.Tensor) -> torch.Tensor:
-        """Convert a weight from the layout of its kind to that of the file."""
-        return weight.t().contiguous() if self.transposed else weight
-
-
-def layout_of(layer: ProtoMessage, weight: torch.Tensor) -> WeightLayout:
-    """The layout of a weighted layer's first blob."""
+def float_weight(layer: ProtoMessage, weight: torch.Tensor) -> FloatWeight:
+    """The first blob of a weighted layer, with outputs first."""
     kind = KIND_OF_CAFFE_TYPE[layer.type].weight_kind
     if kind is WeightKind.LINEAR:
-        return WeightLayout(weight=weight, kind=kind, transposed=bool(layer.inner_product_param.transpose))
+        transposed = bool(layer.inner_product_param.transpose)
+        return FloatWeight(tensor=weight.t() if transposed else weight, kind=kind, transposed=transposed)
     groups = layer.convolution_param.group
     if layer.type == "DepthwiseConv" and groups == 1:
         groups = weight.shape[0]
-    return WeightLayout(weight=weight, kind=kind, groups=groups)
+    return FloatWeight(tensor=weight, kind=kind, groups=groups)
 
 
 logger = logging.getLogger(__name__)
@@ -222,11 +206,11 @@ def _fold(
     """
     head, names = model.layer(fusion.head.name), [node.name for node in fusion.folded]
     weight, *bias = model.weights[head.name]
-    layout = layout_of(head, weight)
+    source = float_weight(head, weight)
     with _naming(head):
         affine = _chain_affine(model, names)
-        weight, shift = fold(layout.rows_first(), bias[0] if bias else None, layout.kind, layout.groups, affine)
-    model.weights[head.name] = [layout.restored(weight), shift]
+        weight, shift = fold(source.tensor, bias[0] if bias else None, source.kind, source.groups, affine)
+    model.weights[head.name] = [source.restored(weight), shift]
     options = head.inner_product_param if head.type == "InnerProduct" else head.convolution_param
     if not options.bias_term:
         options.ClearField("bias_term")

@@ -20,16 +20,17 @@ from amct.caffe.engine.weights import read_file
 from amct.caffe.engine.wire import read_weights
 from amct.caffe.model import FEEDFORWARD_TYPES, RECURRENT_TYPES
 from amct.caffe.ptq.folding import FusionReport, accelerate, fuse
-from amct.caffe.ptq.quantized_weights import fold_quantized, quantize_weights
+from amct.caffe.ptq.quantized_weights import fold_quantized, quantize_weights, real_blobs
 from amct.config.layers import CAFFE_TYPES
 from amct.errors import ArgumentTypeError, CalibrationError, FileError
 from amct.record import CaffeRecord, RecordLayer
+from amct.record.conversion import caffe_weights_record
 
 if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
-    from amct.caffe.ptq.quantized_weights import QuantizedWeights
     from amct.config.plan import LayerPlan, Plan
     from amct.numerics.settings import BatchNormUpdate
+    from amct.pipeline.weights import QuantizedWeights
 
 
 IMAGE_AXES = 4
@@ -119,12 +120,14 @@ class QuantGraph:
         """A copy of ``model`` whose weights are quantized and dequantized."""
         model = self.model.copy()
         for name, weights in self.weights.items():
-            model.weights[name] = weights.real_blobs(model.weights[name])
+            model.weights[name] = real_blobs(weights, model.weights[name])
         return model
 
     def weights_record(self) -> CaffeRecord:
         """The factors of the weights."""
-        return CaffeRecord({name: weights.record() for name, weights in self.weights.items()})
+        return CaffeRecord(
+            {name: caffe_weights_record(name, weights.qparams()) for name, weights in self.weights.items()}
+        )
 
     @property
     def not_quantized(self) -> dict[str, str]:

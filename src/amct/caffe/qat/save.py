@@ -31,6 +31,7 @@ from amct.export.request import ExportOptions, Placement, SaveRequest, Target
 from amct.export.saving import save_files
 from amct.numerics.settings import ArqSettings
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors, diff_records, read_caffe_record, validate_record
+from amct.record.conversion import caffe_weights_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
     import torch
 
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.ptq.quantized_weights import QuantizedWeights
     from amct.config.plan import RetrainPlan
     from amct.export.check.losses import Reference
+    from amct.pipeline.weights import QuantizedWeights
 
 
 logger = logging.getLogger(__name__)
@@ -172,7 +173,10 @@ def trained_results(trained: Trained, plan: RetrainPlan, record_file: Path | Non
     weights, inputs = trained.weights(), trained.inputs()
     record = CaffeRecord(
         {
-            name: replace(weights[name].record() if name in weights else CaffeLayerRecord(), record_d=tuple(data))
+            name: replace(
+                caffe_weights_record(name, weights[name].qparams()) if name in weights else CaffeLayerRecord(),
+                record_d=tuple(data),
+            )
             for name, data in inputs.items()
         }
     )

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from amct.model import LayerFacts
 from amct.model.kinds import KIND_OF_TORCH_TYPE
-from amct.pipeline.weights import WeightPart
+from amct.pipeline.weights import FloatWeight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,20 +179,19 @@ def _rnn_setting_problem(module: nn.RNNBase) -> str | None:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def weight_parts(module: nn.Module) -> tuple[WeightPart, ...]:
+def float_weights(module: nn.Module) -> tuple[FloatWeight, ...]:
     """The float weights of a layer of a quantizable type, named by attribute; none for average pooling."""
     kind = KIND_OF_TORCH_TYPE.get(quantizable_type(module) or "")
     if kind is None or not kind.has_weights:
         return ()
     return tuple(
-        WeightPart(
+        FloatWeight(
             name=name,
             tensor=getattr(module, name).detach(),
             kind=kind.weight_kind,
             groups=1 if kind.is_recurrent else getattr(module, "groups", 1),
             gates=kind.gates,
             torch_gates=kind if kind.is_recurrent else None,
-            balanced=name != "weight_hh_l0",
         )
         for name in (("weight_ih_l0", "weight_hh_l0") if kind.is_recurrent else ("weight",))
     )

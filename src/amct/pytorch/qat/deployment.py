@@ -21,12 +21,12 @@ from amct.errors import ExportError, TrainingError
 from amct.numerics.affine import integer_range
 from amct.numerics.arq import from_channels_first
 from amct.numerics.fold import ChannelAffine
-from amct.numerics.qparams import Observed, QParams
+from amct.numerics.qparams import LayerQParams, Observed, QParams
 from amct.numerics.training.quantizers import fold_into_integers
-from amct.pipeline.weights import LayerWeights
+from amct.pipeline.weights import QuantizedWeight, QuantizedWeights
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.functional_layers import child_path, functional_layers, layer_module
-from amct.pytorch.capture.layer_types import put_weights, weight_parts
+from amct.pytorch.capture.layer_types import float_weights, put_weights
 from amct.pytorch.folding import fuse
 from amct.pytorch.intermediate_tensors import find_tensors
 from amct.pytorch.onnx.float_onnx import TracedOnnx
@@ -48,6 +48,7 @@ from amct.pytorch.qat.operations import (
 )
 from amct.pytorch.qat.quantizers import ActivationQuantizer
 from amct.record import Record
+from amct.record.conversion import layer_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -56,12 +57,11 @@ if TYPE_CHECKING:
 
     from amct.config.plan import RetrainPlan
     from amct.model import Graph, Node
-    from amct.pipeline.weights import WeightPart
+    from amct.pipeline.weights import FloatWeight
     from amct.pytorch.inputs import IoOptions
     from amct.pytorch.intermediate_tensors import TensorWatch
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.qat.quantizers import WeightQuantizer
-    from amct.record import LayerRecord
 
 
 def check_trained(model: nn.Module) -> None:
@@ -71,7 +71,7 @@ def check_trained(model: nn.Module) -> None:
         TrainingError: A layer has no clips yet, or a parameter is not finite; the message names it.
     """
     for layer in quantized_layers(model).values():
-        layer.activation.factors()
+        layer.activation.qparams()
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise TrainingError(
@@ -111,7 +111,7 @@ def prepare_trained(
             f'layer "{lost[0]}" was trained quantized, but the model does not run it on the example input'
         )
     fused = fuse(traced)
-    weights: dict[str, LayerWeights] = {}
+    weights: dict[str, QuantizedWeights] = {}
     for name in traced.layers:
         if name not in layers:
             continue
@@ -142,58 +142,49 @@ def _multiplier(norm: nn.Module) -> Tensor:
 
 def _trained_weights(
     layer: QuantizedLayer, folded: nn.Module, multiplier: Tensor | None, *, can_pack: bool
-) -> LayerWeights:
+) -> QuantizedWeights:
     """The weights of one layer on their trained grid; the folded float weights become the same."""
     quantizers: Mapping[str, WeightQuantizer] = {
         "weight": layer.weight_quantizer,
         "weight_ih_l0": layer.weight_quantizer,
         "weight_hh_l0": layer._modules.get("state_weight_quantizer"),  # type: ignore[dict-item]
     }
-    rounded: dict[str, Tensor] = {}
-    factors: dict[str, QParams] = {}
-    for part in weight_parts(folded):
-        quantizer = quantizers[part.name]
-        trained = getattr(layer, part.name)
+    found = []
+    for source in float_weights(folded):
+        quantizer = quantizers[source.name]
+        trained = getattr(layer, source.name)
         integers, scale = quantizer.integers(trained), quantizer.scales(trained).reshape(-1).float()
         if multiplier is not None:
             integers, scale = fold_into_integers(integers, scale, multiplier, quantizer.bits)
-        factors[part.name] = QParams.symmetric(scale, quantizer.bits)
-        rounded[part.name] = _on_grid(part, integers, factors[part.name], folded)
-    return LayerWeights(
-        parts=weight_parts(folded),
-        rounded=rounded,
-        factors=factors,
-        bits=layer.weight_quantizer.bits,
-        can_pack=can_pack,
-    )
+        qparams = QParams.symmetric(scale, quantizer.bits)
+        exact = _on_grid(source, integers, qparams, folded)
+        found.append(QuantizedWeight(source=replace(source, tensor=exact), qparams=qparams, stored=exact))
+    return QuantizedWeights(weights=tuple(found), can_pack=can_pack)
 
 
-def _on_grid(part: WeightPart, integers: Tensor, factors: QParams, folded: nn.Module) -> Tensor:
+def _on_grid(source: FloatWeight, integers: Tensor, qparams: QParams, folded: nn.Module) -> Tensor:
     """The dequantized weight, which replaces the float one.
 
     Training sees the rounded weight only. The float weight may be far from it: outside of its range, or anywhere in the
     step of a scale that has grown. A file that rounds anew must start from what was trained.
     """
-    step = factors.scale.repeat_interleave(integers.shape[0] // factors.scale.numel())[:, None]
-    exact = from_channels_first(integers * step, part.tensor.shape, part.kind, part.groups)
-    put_weights(folded, {part.name: exact})
+    step = qparams.per_row(integers.shape[0]).scale.reshape(-1, 1)
+    exact = from_channels_first(integers * step, source.tensor.shape, source.kind, source.groups)
+    put_weights(folded, {source.name: exact})
     return exact
 
 
 def trained_record(preparation: TorchPreparation, trained: nn.Module) -> Record:
     """The record of a trained model: weights as prepared, activations from the trained clips."""
     layers = quantized_layers(trained)
-    return Record({name: _entry(entry, layers[name]) for name, entry in preparation.record().items()})
+    found = {name: _with_clips(qparams, layers[name]) for name, qparams in preparation.weight_qparams().items()}
+    return Record({name: layer_record(qparams).for_retraining() for name, qparams in found.items()})
 
 
-def _entry(entry: LayerRecord, layer: QuantizedLayer) -> LayerRecord:
-    scale, offset = layer.activation.factors()
-    entry = replace(entry, scale_d=scale, offset_d=offset, act_type=f"INT{layer.activation.bits}")
+def _with_clips(qparams: LayerQParams, layer: QuantizedLayer) -> LayerQParams:
     state = layer._modules.get("state_quantizer")
-    if isinstance(state, ActivationQuantizer):
-        scale, offset = state.factors()
-        entry = replace(entry, scale_h=scale, offset_h=offset)
-    return entry.for_retraining()
+    hidden = state.qparams() if isinstance(state, ActivationQuantizer) else None
+    return replace(qparams, inputs={0: layer.activation.qparams()}, hidden=hidden)
 
 
 def observe_tensors(
@@ -337,8 +328,8 @@ def tensors_between_layers(
     for place in _places(preparation, watch):
         quantizer = own_quantizer(model.get_submodule(place.module), place.quantizer)
         if quantizer is not None:
-            scale, offset = quantizer.factors()
-            trained[place.tensor] = Observed.of(scale, offset, quantizer.bits)
+            own = quantizer.qparams()
+            trained[place.tensor] = Observed(scale=own.scale, offset=own.offset, bits=own.bits)
     if not trained:
         return found
     return {**{name: factors for name, factors in found.items() if factors.mean is None}, **trained}

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from amct.model.kinds import KIND_OF_TORCH_TYPE
-from amct.pipeline.weights import WeightPart
+from amct.pipeline.weights import FloatWeight
 from amct.pytorch.capture.functional_layers import named_layers
-from amct.pytorch.capture.layer_types import weight_parts
+from amct.pytorch.capture.layer_types import float_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -302,11 +302,11 @@ class QuantizedCall(QuantizedLayer):
         attribute = self.source.parameter.rpartition(".")[2]
         return self.source.channels.of(getattr(self._holder[0], attribute))
 
-    def part(self) -> WeightPart:
+    def part(self) -> FloatWeight:
         """The weight as quantizers read it."""
         kind = KIND_OF_TORCH_TYPE[self.source.type]
         groups = dict(self.source.settings).get("groups", 1)
-        return WeightPart(
+        return FloatWeight(
             name="weight", tensor=self.weight.detach(), kind=kind.weight_kind, groups=groups, gates=kind.gates
         )
 
@@ -320,6 +320,6 @@ class QuantizedCall(QuantizedLayer):
             self.weight_quantizer.restart(self.weight)
 
 
-def trained_parts(layer: nn.Module) -> tuple[WeightPart, ...]:
+def trained_parts(layer: nn.Module) -> tuple[FloatWeight, ...]:
     """The weights of a layer in training; a functional call has one."""
-    return (layer.part(),) if isinstance(layer, QuantizedCall) else weight_parts(layer)
+    return (layer.part(),) if isinstance(layer, QuantizedCall) else float_weights(layer)

@@ -17,6 +17,7 @@ from amct.numerics.affine import integer_range
 from amct.numerics.arq import channels_first
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.observer import finite_range
+from amct.numerics.qparams import QParams
 from amct.numerics.settings import IfmrSettings
 from amct.numerics.training.quantizers import (
     arq_scale,
@@ -32,7 +33,7 @@ from amct.numerics.training.quantizers import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from amct.pipeline.weights import WeightPart
+    from amct.pipeline.weights import FloatWeight
 
 _NAN = float("nan")
 OBSERVED = "observed_"
@@ -136,15 +137,15 @@ class ActivationQuantizer(nn.Module):
         """Whether enough batches determined the clips."""
         return self._ready
 
-    def factors(self) -> tuple[float, int]:
-        """Scale and offset of the clips.
+    def qparams(self) -> QParams:
+        """The parameters of the clips.
 
         Raises:
             TrainingError: There are no clips yet, or they are not finite.
         """
         self._check_finite()
         scale, offset = ulq_factors(*self._legal_clips(), self.bits, fp16_scale=self.fp16_scale)
-        return float(scale), int(offset)
+        return QParams.of(float(scale), int(offset), self.bits)
 
     @torch.no_grad()
     def set_clips(self, low: Tensor | float, high: Tensor | float) -> None:
@@ -285,7 +286,7 @@ class WeightQuantizer(nn.Module):
 
     def __init__(
         self,
-        part: WeightPart,
+        part: FloatWeight,
         bits: int,
         *,
         channel_wise: bool = True,
