@@ -32,11 +32,11 @@ from amct.cli.model_layers import model_layers
 from amct.config.layers import LayerInfo
 from amct.config.prune.dialect import COMPRESSION
 from amct.config.prune.search import read_search_config
-from amct.config.ptq import caffe as ptq_caffe
-from amct.config.ptq import kv_cache
-from amct.config.ptq import pytorch as ptq_pytorch
-from amct.config.qat import caffe as qat_caffe
-from amct.config.qat import pytorch as qat_pytorch
+from amct.config.ptq.caffe import CAFFE
+from amct.config.ptq.kv_cache import KV_CACHE
+from amct.config.ptq.pytorch import PYTORCH
+from amct.config.qat.caffe import CAFFE_QAT
+from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.data.lmdb import write_lmdb
 from amct.data.samples import Preparation, open_samples, read_mean
 from amct.errors import AmctError
@@ -98,11 +98,11 @@ def _config_readers() -> Iterator[tuple[str, Reader]]:
     torch_files = golden("config/pytorch*.cfg") + golden("schema/samples/*.cfg") + golden("amct/*/*.cfg")
     caffe_files = golden("config/caffe*.cfg") + golden("schema/samples/*.cfg")
     dialects: dict[str, tuple[Any, list[LayerInfo], tuple[bytes, ...]]] = {
-        "pytorch": (ptq_pytorch, TORCH_LAYERS, torch_files),
-        "pytorch retrain": (qat_pytorch, TORCH_LAYERS, torch_files),
-        "kv cache": (kv_cache, TORCH_LAYERS, golden("amct/kv_*/*.cfg")),
-        "caffe": (ptq_caffe, CAFFE_LAYERS, caffe_files),
-        "caffe retrain": (qat_caffe, CAFFE_LAYERS, caffe_files),
+        "pytorch": (PYTORCH, TORCH_LAYERS, torch_files),
+        "pytorch retrain": (PYTORCH_QAT, TORCH_LAYERS, torch_files),
+        "kv cache": (KV_CACHE, TORCH_LAYERS, golden("amct/kv_*/*.cfg")),
+        "caffe": (CAFFE, CAFFE_LAYERS, caffe_files),
+        "caffe retrain": (CAFFE_QAT, CAFFE_LAYERS, caffe_files),
     }
     for name, (dialect, layers, files) in dialects.items():
         yield from _dialect_readers(name, dialect, layers, tuple(each.replace(b"Optype", b"Conv2d") for each in files))
@@ -129,7 +129,7 @@ def _dialect_readers(
 
     def plan(content: bytes, _: Path, read: Callable[..., Any]) -> object:
         config = read(content, "file", layers)
-        return dialect.make_plan(config) if dialect is kv_cache else dialect.make_plan(config, layers)
+        return dialect.make_plan(config) if dialect is KV_CACHE else dialect.make_plan(config, layers)
 
     yield f"config {name} text", Reader("text", tuple(simple), partial(plan, read=dialect.expand_config))
     yield f"config {name} json", Reader("json", tuple(full), partial(plan, read=dialect.read_config))

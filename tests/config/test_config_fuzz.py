@@ -9,25 +9,25 @@ from config_models import ATTENTION, CAFFE_RESNET, MIX, SAMPLES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from amct.config.ptq import caffe as ptq_caffe
-from amct.config.ptq import kv_cache
-from amct.config.ptq import pytorch as ptq_pytorch
+from amct.config.ptq.caffe import CAFFE
+from amct.config.ptq.kv_cache import KV_CACHE
+from amct.config.ptq.pytorch import PYTORCH
 from amct.errors import AmctError
 
 CFG_READERS = {
-    "pytorch": (ptq_pytorch.expand_config, MIX),
-    "kv cache": (kv_cache.expand_config, ATTENTION),
-    "caffe": (ptq_caffe.expand_config, CAFFE_RESNET),
+    "pytorch": (PYTORCH.expand_config, MIX),
+    "kv cache": (KV_CACHE.expand_config, ATTENTION),
+    "caffe": (CAFFE.expand_config, CAFFE_RESNET),
 }
 JSON_READERS = {
-    "pytorch": (ptq_pytorch.read_config, MIX),
-    "kv cache": (kv_cache.read_config, ATTENTION),
-    "caffe": (ptq_caffe.read_config, CAFFE_RESNET),
+    "pytorch": (PYTORCH.read_config, MIX),
+    "kv cache": (KV_CACHE.read_config, ATTENTION),
+    "caffe": (CAFFE.read_config, CAFFE_RESNET),
 }
 PLANS = {
-    "pytorch": lambda config: ptq_pytorch.make_plan(config, MIX),
-    "kv cache": kv_cache.make_plan,
-    "caffe": lambda config: ptq_caffe.make_plan(config, CAFFE_RESNET),
+    "pytorch": lambda config: PYTORCH.make_plan(config, MIX),
+    "kv cache": KV_CACHE.make_plan,
+    "caffe": lambda config: CAFFE.make_plan(config, CAFFE_RESNET),
 }
 BOTH = [(kind, name) for kind in ("cfg", "json") for name in CFG_READERS]
 
@@ -38,9 +38,9 @@ SAMPLE_TEXTS = {
         "caffe": (SAMPLES / "caffe_snq_quant.cfg").read_text(),
     },
     "json": {
-        "pytorch": ptq_pytorch.default_config(MIX).to_json(),
-        "kv cache": kv_cache.default_config(ATTENTION, {"kv_cache_quant_layers": ["k", "v"]}).to_json(),
-        "caffe": ptq_caffe.default_config(CAFFE_RESNET).to_json(),
+        "pytorch": PYTORCH.default_config(MIX).to_json(),
+        "kv cache": KV_CACHE.default_config(ATTENTION, {"kv_cache_quant_layers": ["k", "v"]}).to_json(),
+        "caffe": CAFFE.default_config(CAFFE_RESNET).to_json(),
     },
 }
 

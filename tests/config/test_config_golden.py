@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from config_models import GOLDEN, network_of
 
-from amct.config.ptq import kv_cache
-from amct.config.ptq import pytorch as ptq_pytorch
+from amct.config.ptq.kv_cache import KV_CACHE
+from amct.config.ptq.pytorch import PYTORCH
 from amct.numerics.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
 
 REFERENCE = GOLDEN / "amct"
 WITH_CONFIG = sorted(path.parent.name for path in REFERENCE.glob("*/config.json"))
 PTQ = [case for case in WITH_CONFIG if not case.startswith(("kv_", "qat_"))]
-KV_CACHE = [case for case in WITH_CONFIG if case.startswith("kv_")]
+KV_CASES = [case for case in WITH_CONFIG if case.startswith("kv_")]
 # Without a .cfg the reference was called with batch_num=2, for these cases with its default.
 BATCH_NUM_1 = ("small_const", "small_huge", "small_inf", "small_nan", "small_tiny", "small_zeros")
 
@@ -25,12 +25,12 @@ def read(case: str, name: str) -> str:
 
 def expand_ptq(case: str):
     if (REFERENCE / case / "quant.cfg").exists():
-        return ptq_pytorch.expand_config(read(case, "quant.cfg"), "quant.cfg", network_of(case))
-    return ptq_pytorch.default_config(network_of(case), batch_num=1 if case in BATCH_NUM_1 else 2)
+        return PYTORCH.expand_config(read(case, "quant.cfg"), "quant.cfg", network_of(case))
+    return PYTORCH.default_config(network_of(case), batch_num=1 if case in BATCH_NUM_1 else 2)
 
 
 def test_every_case_is_here():
-    assert (len(PTQ), len(KV_CACHE)) == (45, 3)
+    assert (len(PTQ), len(KV_CASES)) == (45, 3)
 
 
 @pytest.mark.parametrize("case", PTQ)
@@ -41,16 +41,14 @@ def test_expansion_equals_the_reference(case):
 @pytest.mark.parametrize("case", PTQ)
 def test_a_config_of_the_reference_is_read_and_written_again_unchanged(case):
     text = read(case, "config.json")
-    assert ptq_pytorch.read_config(text, "config.json", network_of(case)).to_json() == text
+    assert PYTORCH.read_config(text, "config.json", network_of(case)).to_json() == text
 
 
 @pytest.mark.parametrize("case", PTQ)
 def test_both_roads_lead_to_one_plan(case):
     network = network_of(case)
-    expanded = ptq_pytorch.make_plan(expand_ptq(case), network)
-    read_back = ptq_pytorch.make_plan(
-        ptq_pytorch.read_config(read(case, "config.json"), "config.json", network), network
-    )
+    expanded = PYTORCH.make_plan(expand_ptq(case), network)
+    read_back = PYTORCH.make_plan(PYTORCH.read_config(read(case, "config.json"), "config.json", network), network)
     assert expanded.layers == read_back.layers
     assert replace(expanded, source="", warnings=(), not_quantized={}) == replace(
         read_back, source="", warnings=(), not_quantized={}
@@ -62,7 +60,7 @@ def test_both_roads_lead_to_one_plan(case):
 
 
 def plan_of(case: str):
-    return ptq_pytorch.make_plan(expand_ptq(case), network_of(case))
+    return PYTORCH.make_plan(expand_ptq(case), network_of(case))
 
 
 def test_the_plan_carries_the_algorithms():
@@ -92,14 +90,14 @@ def test_common_channel_wise_on_linear_is_a_warning_where_the_reference_fails():
     }
 
 
-@pytest.mark.parametrize("case", KV_CACHE)
+@pytest.mark.parametrize("case", KV_CASES)
 def test_kv_cache_configs_equal_the_reference(case):
     text, network = read(case, "config.json"), network_of(case)
     if (REFERENCE / case / "quant.cfg").exists():
-        config = kv_cache.expand_config(read(case, "quant.cfg"), "quant.cfg", network)
+        config = KV_CACHE.expand_config(read(case, "quant.cfg"), "quant.cfg", network)
     else:
-        config = kv_cache.default_config(network, {"kv_cache_quant_layers": ["k", "v"]})
-    read_back = kv_cache.read_config(text, "config.json", network)
+        config = KV_CACHE.default_config(network, {"kv_cache_quant_layers": ["k", "v"]})
+    read_back = KV_CACHE.read_config(text, "config.json", network)
     assert config.to_json() == text
     assert read_back.to_json() == text
-    assert kv_cache.make_plan(config).layers == kv_cache.make_plan(read_back).layers
+    assert KV_CACHE.make_plan(config).layers == KV_CACHE.make_plan(read_back).layers

@@ -6,7 +6,7 @@ import pytest
 from config_models import ATTENTION, layers, marked, places_of
 
 from amct.config.full_config import explain
-from amct.config.ptq.kv_cache import default_config, expand_config, make_plan, read_config
+from amct.config.ptq.kv_cache import KV_CACHE
 from amct.errors import ArgumentError, CalibrationError, ConfigError, ConfigTypeError, ParseError
 from amct.numerics.settings import HfmgSettings, IfmrSettings
 
@@ -48,7 +48,7 @@ CFG = {
 def test_mistake_in_a_simple_config(name):
     text, places = marked(CFG[name][0])
     with pytest.raises(ConfigError, match=CFG[name][1]) as caught:
-        expand_config(text, "kv.cfg", ATTENTION)
+        KV_CACHE.expand_config(text, "kv.cfg", ATTENTION)
     assert places_of(caught.value) == places
 
 
@@ -83,15 +83,15 @@ JSON = {
 def test_mistake_in_a_json_config(name):
     text, places = marked(JSON[name][0])
     with pytest.raises(JSON[name][1], match=JSON[name][2]) as caught:
-        read_config(text, "kv.json", ATTENTION)
+        KV_CACHE.read_config(text, "kv.json", ATTENTION)
     assert places_of(caught.value) == places
 
 
 def test_no_layer_at_all():
     for call in (
-        lambda: expand_config("batch_num: 2", "kv.cfg", ATTENTION),
-        lambda: read_config("{}", "kv.json", ATTENTION),
-        lambda: default_config(ATTENTION, {}),
+        lambda: KV_CACHE.expand_config("batch_num: 2", "kv.cfg", ATTENTION),
+        lambda: KV_CACHE.read_config("{}", "kv.json", ATTENTION),
+        lambda: KV_CACHE.default_config(ATTENTION, {}),
     ):
         with pytest.raises(CalibrationError, match="no layer is named for kv-cache quantization"):
             call()
@@ -99,21 +99,21 @@ def test_no_layer_at_all():
 
 def test_arguments():
     with pytest.raises(ArgumentError, match=r'the key "kv_cache_quant_layer" is unknown.*Did you mean'):
-        default_config(ATTENTION, {"kv_cache_quant_layer": ["k"]})
+        KV_CACHE.default_config(ATTENTION, {"kv_cache_quant_layer": ["k"]})
     with pytest.raises(ConfigError, match='the layer "nope" is unknown'):
-        default_config(ATTENTION, {"kv_cache_quant_layers": ["nope"]})
+        KV_CACHE.default_config(ATTENTION, {"kv_cache_quant_layers": ["nope"]})
     with pytest.raises(ConfigError, match='"k" is repeated in quant_layers'):
-        default_config(ATTENTION, {"kv_cache_quant_layers": ["k", "k"]})
+        KV_CACHE.default_config(ATTENTION, {"kv_cache_quant_layers": ["k", "k"]})
     with pytest.raises(ConfigError, match='"batch_num" has the name of a global field'):
-        default_config(layers("batch_num:Linear"), {"kv_cache_quant_layers": ["batch_num"]})
+        KV_CACHE.default_config(layers("batch_num:Linear"), {"kv_cache_quant_layers": ["batch_num"]})
     with pytest.raises(ParseError, match=r"kv\.cfg:1:1"):
-        expand_config("skip_layers: 'k'", "kv.cfg", ATTENTION)
+        KV_CACHE.expand_config("skip_layers: 'k'", "kv.cfg", ATTENTION)
 
 
 def test_what_is_left_out_takes_its_default():
     text = '{"activation_offset": false, "k": {"kv_data_quant_config": {}},'
     text += ' "v": {"kv_data_quant_config": {"act_algo": "hfmg", "asymmetric": true, "quant_granularity": 1}}}'
-    plan = make_plan(read_config(text, "kv.json", ATTENTION))
+    plan = KV_CACHE.make_plan(KV_CACHE.read_config(text, "kv.json", ATTENTION))
     assert [(layer.name, layer.activation, layer.per_channel) for layer in plan.layers] == [
         ("k", IfmrSettings(asymmetric=False), False),
         ("v", HfmgSettings(), True),
@@ -124,7 +124,7 @@ def test_what_is_left_out_takes_its_default():
 def test_an_override_replaces_the_block_and_adds_its_layer():
     block = "calibration_config { hfmg_quantize { quant_granularity: per_channel } }"
     override = "override_layers_configs { layer_name: 'v' } override_layers_configs { layer_name: 'q' }"
-    plan = make_plan(expand_config(listed("v", "k", block=block) + override, "kv.cfg", ATTENTION))
+    plan = KV_CACHE.make_plan(KV_CACHE.expand_config(listed("v", "k", block=block) + override, "kv.cfg", ATTENTION))
     assert [(layer.name, type(layer.activation).__name__, layer.per_channel) for layer in plan.layers] == [
         ("v", "IfmrSettings", False),
         ("k", "HfmgSettings", True),
@@ -133,12 +133,15 @@ def test_an_override_replaces_the_block_and_adds_its_layer():
 
 
 def test_explain_says_where_the_offset_comes_from():
-    rows = {row.key: row for row in explain(expand_config(f"activation_offset: false {listed('k')}", "q", ATTENTION))}
+    rows = {
+        row.key: row
+        for row in explain(KV_CACHE.expand_config(f"activation_offset: false {listed('k')}", "q", ATTENTION))
+    }
     assert rows["kv_data_quant_config.asymmetric"].value is False
     assert str(rows["kv_data_quant_config.asymmetric"].origin) == "global field (q:1:1)"
 
 
 def test_a_repeated_field_keeps_the_last_value_with_a_warning():
-    plan = make_plan(expand_config(f"batch_num: 2\nbatch_num: 3 {listed('k')}", "kv.cfg", ATTENTION))
+    plan = KV_CACHE.make_plan(KV_CACHE.expand_config(f"batch_num: 2\nbatch_num: 3 {listed('k')}", "kv.cfg", ATTENTION))
     assert plan.batch_num == 3
     assert [warning.position.line for warning in plan.warnings] == [2]

@@ -9,7 +9,7 @@ from config_models import CAFFE_RESNET, layers, marked, places_of
 
 from amct.config.full_config import explain
 from amct.config.layers import CAFFE_TYPES
-from amct.config.ptq.caffe import default_config, expand_config, make_plan, read_config
+from amct.config.ptq.caffe import CAFFE
 from amct.errors import ConfigError, ConfigTypeError, ParseError
 from amct.numerics.settings import ArqSettings, BatchNormUpdate, IfmrSettings
 
@@ -23,16 +23,16 @@ IFMR = {
 
 
 def expand(text: str) -> dict:
-    return expand_config(text, "quant.cfg", CAFFE_RESNET).to_dict()
+    return CAFFE.expand_config(text, "quant.cfg", CAFFE_RESNET).to_dict()
 
 
 def warnings_of(text: str) -> list[str]:
-    return [str(warning) for warning in expand_config(text, "quant.cfg", CAFFE_RESNET).warnings]
+    return [str(warning) for warning in CAFFE.expand_config(text, "quant.cfg", CAFFE_RESNET).warnings]
 
 
 def plan_of(data: dict):
-    config = read_config(json.dumps(data), "config.json", CAFFE_RESNET)
-    return make_plan(config, CAFFE_RESNET)
+    config = CAFFE.read_config(json.dumps(data), "config.json", CAFFE_RESNET)
+    return CAFFE.make_plan(config, CAFFE_RESNET)
 
 
 def of_layer(name: str, block: str) -> str:
@@ -48,7 +48,7 @@ def common(block: str) -> str:
 
 
 def test_default_config_has_the_guides_keys_in_its_order():
-    config = default_config(CAFFE_RESNET, batch_num=2).to_dict()
+    config = CAFFE.default_config(CAFFE_RESNET, batch_num=2).to_dict()
     assert json.dumps({key: value for key, value in config.items() if not isinstance(value, dict)}) == json.dumps(
         {"version": 1, "batch_num": 2, "activation_offset": True, "do_fusion": True, "skip_fusion_layers": []}
     )
@@ -67,7 +67,7 @@ def test_default_config_has_the_guides_keys_in_its_order():
 
 def test_every_type_of_the_table_is_on_or_off_as_the_guide_says():
     network = layers(*(f"layer_{name}:{name}" for name in CAFFE_TYPES))
-    plan = make_plan(default_config(network), network)
+    plan = CAFFE.make_plan(CAFFE.default_config(network), network)
     assert len(plan.layers) == 78
     assert {layer.type for layer in plan.layers if not layer.enabled} == {
         name for name, capability in CAFFE_TYPES.items() if not capability.on_by_default
@@ -76,7 +76,7 @@ def test_every_type_of_the_table_is_on_or_off_as_the_guide_says():
 
 
 def test_a_layer_off_by_default_is_switched_on_by_hand():
-    config = default_config(CAFFE_RESNET).to_dict()
+    config = CAFFE.default_config(CAFFE_RESNET).to_dict()
     assert config["conv1_relu"]["quant_enable"] is False
     config["conv1_relu"]["quant_enable"] = True
     assert plan_of(config).find("conv1_relu").enabled
@@ -89,8 +89,8 @@ def test_an_override_of_a_layer_off_by_default_tells_what_to_do():
 
 
 def test_arguments_and_global_fields():
-    config = default_config(CAFFE_RESNET, activation_offset=False)
-    plan = make_plan(config, CAFFE_RESNET)
+    config = CAFFE.default_config(CAFFE_RESNET, activation_offset=False)
+    plan = CAFFE.make_plan(config, CAFFE_RESNET)
     assert not plan.find("conv1").activation.asymmetric
     config = expand("batch_num: 3 activation_offset: false do_fusion: false")
     assert (config["batch_num"], config["activation_offset"], config["do_fusion"]) == (3, False, False)
@@ -117,7 +117,7 @@ def test_with_offset_of_a_layer_beats_activation_offset():
     plan = plan_of({"conv1": block, "pool1": {}})
     assert plan.find("conv1").activation == IfmrSettings(num_bits=12, asymmetric=False)
     assert plan.find("pool1").activation.asymmetric
-    written = read_config(json.dumps({"conv1": block, "pool1": {}}), "c.json", CAFFE_RESNET).to_dict()
+    written = CAFFE.read_config(json.dumps({"conv1": block, "pool1": {}}), "c.json", CAFFE_RESNET).to_dict()
     assert written["conv1"]["activation_quant_params"]["with_offset"] is False
     assert "with_offset" not in written["pool1"]["activation_quant_params"]
 
@@ -130,7 +130,7 @@ def test_several_bottoms_take_a_list_an_object_or_one_entry_for_all():
 
 
 def test_deleting_a_layer_from_the_json_skips_it():
-    config = default_config(CAFFE_RESNET).to_dict()
+    config = CAFFE.default_config(CAFFE_RESNET).to_dict()
     del config["conv1"]
     plan = plan_of(config)
     assert plan.find("conv1") is None
@@ -138,7 +138,7 @@ def test_deleting_a_layer_from_the_json_skips_it():
 
 
 def test_joint_quant_is_accepted_and_not_written():
-    config = read_config('{"joint_quant": true, "conv1": {}}', "c.json", CAFFE_RESNET)
+    config = CAFFE.read_config('{"joint_quant": true, "conv1": {}}', "c.json", CAFFE_RESNET)
     assert "joint_quant" not in config.to_dict()
 
 
@@ -169,7 +169,7 @@ def test_what_the_common_block_cannot_give_every_layer():
 
 
 def test_explain_shows_every_bottom_and_the_offset_that_holds():
-    config = expand_config("activation_offset: false", "q.cfg", CAFFE_RESNET)
+    config = CAFFE.expand_config("activation_offset: false", "q.cfg", CAFFE_RESNET)
     rows = {row.key: row for row in explain(config) if row.layer == "res2a"}
     assert rows["activation_quant_params[1].num_bits"].value == 8
     assert str(rows["activation_quant_params[1].with_offset"].origin) == "global field (q.cfg:1:1)"
@@ -218,19 +218,19 @@ CFG = {
 def test_mistake_in_a_simple_config(name):
     text, places = marked(CFG[name][0])
     with pytest.raises(ConfigError, match=CFG[name][1]) as caught:
-        expand_config(text, "quant.cfg", CAFFE_RESNET)
+        CAFFE.expand_config(text, "quant.cfg", CAFFE_RESNET)
     assert places_of(caught.value) == places
 
 
 def test_other_mistakes():
     with pytest.raises(ParseError, match=r"quant\.cfg:1:17"):
-        expand_config("common_config { hfmg_quantize { } }", "quant.cfg", CAFFE_RESNET)
+        CAFFE.expand_config("common_config { hfmg_quantize { } }", "quant.cfg", CAFFE_RESNET)
     with pytest.raises(ConfigError, match="batch_num must be at least 1, got 0"):
-        default_config(CAFFE_RESNET, batch_num=0)
+        CAFFE.default_config(CAFFE_RESNET, batch_num=0)
     with pytest.raises(ConfigError, match=r"no layer that can be quantized(.|\n)*\n  data \(Input\): this type cannot"):
-        default_config(layers("data:Input"))
+        CAFFE.default_config(layers("data:Input"))
     with pytest.raises(ConfigError, match='"joint_quant" has the name of a global field'):
-        default_config(layers("joint_quant:Convolution"))
+        CAFFE.default_config(layers("joint_quant:Convolution"))
 
 
 JSON = {
@@ -305,7 +305,7 @@ JSON = {
 def test_mistake_in_a_json_config(name):
     text, places = marked(JSON[name][0])
     with pytest.raises(JSON[name][1], match=JSON[name][2]) as caught:
-        read_config(text, "config.json", CAFFE_RESNET)
+        CAFFE.read_config(text, "config.json", CAFFE_RESNET)
     assert places_of(caught.value) == places
     assert type(caught.value) is JSON[name][1]
 

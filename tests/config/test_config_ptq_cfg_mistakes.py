@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.ptq.pytorch import default_config, expand_config
+from amct.config.ptq.pytorch import PYTORCH
 from amct.errors import ConfigError, ModelError, ParseError
 
 NETWORK = layers(
@@ -169,7 +169,7 @@ ALL = NAMES | ABILITIES | RANGES
 def test_mistake(name):
     text, places = marked(ALL[name][0])
     with pytest.raises(ConfigError, match=ALL[name][1]) as caught:
-        expand_config(text, "quant.cfg", NETWORK)
+        PYTORCH.expand_config(text, "quant.cfg", NETWORK)
     assert places_of(caught.value) == places
     assert caught.value.position.source == "quant.cfg"
 
@@ -182,7 +182,7 @@ common_config { arq_quantize { @quant_bits: 5 } ifmr_quantize { @max_percentile:
 override_layer_types { layer_type: "Linear" calibration_config { arq_quantize { @channel_wise: true } } }"""
     )
     with pytest.raises(ConfigError, match="6 mistakes") as caught:
-        expand_config(text, "quant.cfg", NETWORK)
+        PYTORCH.expand_config(text, "quant.cfg", NETWORK)
     assert places_of(caught.value) == places
 
 
@@ -197,24 +197,24 @@ override_layer_types { layer_type: "Linear" calibration_config { arq_quantize { 
 )
 def test_text_that_is_no_simple_config(text, message):
     with pytest.raises(ParseError, match=message):
-        expand_config(text, "quant.cfg", NETWORK)
+        PYTORCH.expand_config(text, "quant.cfg", NETWORK)
 
 
 def test_arguments_of_a_default_config():
     with pytest.raises(ConfigError, match='skip_layers: the layer "nope" is unknown'):
-        default_config(NETWORK, skip_layers=["nope"])
+        PYTORCH.default_config(NETWORK, skip_layers=["nope"])
     with pytest.raises(ConfigError, match='"fc" is repeated in skip_layers'):
-        default_config(NETWORK, skip_layers=["fc", "fc"])
+        PYTORCH.default_config(NETWORK, skip_layers=["fc", "fc"])
     with pytest.raises(ConfigError, match="batch_num must be at least 1, got 0"):
-        default_config(NETWORK, batch_num=0)
+        PYTORCH.default_config(NETWORK, batch_num=0)
 
 
 def test_models_no_config_can_be_made_for():
     with pytest.raises(ConfigError, match="the model has no layer that can be quantized"):
-        default_config(layers("relu:ReLU"))
+        PYTORCH.default_config(layers("relu:ReLU"))
     with pytest.raises(ConfigError, match="the model has no layer that can be quantized"):
-        default_config([layer for layer in NETWORK if layer.name == "circ"])
+        PYTORCH.default_config([layer for layer in NETWORK if layer.name == "circ"])
     with pytest.raises(ConfigError, match='"version" has the name of a global field'):
-        default_config(layers("version:Conv2d"))
+        PYTORCH.default_config(layers("version:Conv2d"))
     with pytest.raises(ModelError, match="layer names must be unique; given more than once: a"):
-        default_config(layers("a:Conv2d", "a:Linear"))
+        PYTORCH.default_config(layers("a:Conv2d", "a:Linear"))

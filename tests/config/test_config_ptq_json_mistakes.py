@@ -7,7 +7,7 @@ import json
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.ptq.pytorch import make_plan, read_config
+from amct.config.ptq.pytorch import PYTORCH
 from amct.errors import ConfigError, ConfigTypeError
 
 NETWORK = layers(
@@ -112,7 +112,7 @@ def check(case: tuple, kind: type[ConfigError]) -> None:
     key, value, message, pointed_at = case
     text = json.dumps({"version": 1, "batch_num": 1, key: value}, indent=1)
     with pytest.raises(kind, match=message) as caught:
-        read_config(text, "config.json", NETWORK)
+        PYTORCH.read_config(text, "config.json", NETWORK)
     assert type(caught.value) is kind
     [(line, column)] = places_of(caught.value)
     assert text.splitlines()[line - 1][column - 1 :].startswith(pointed_at)
@@ -140,7 +140,7 @@ def test_all_mistakes_are_reported_together():
 }"""
     )
     with pytest.raises(ConfigTypeError, match="8 mistakes") as caught:
-        read_config(text, "config.json", NETWORK)
+        PYTORCH.read_config(text, "config.json", NETWORK)
     assert places_of(caught.value) == places
 
 
@@ -153,13 +153,13 @@ def test_all_mistakes_are_reported_together():
 )
 def test_json_that_is_no_object(text, message):
     with pytest.raises(ConfigTypeError, match=message):
-        read_config(text, "config.json", NETWORK)
+        PYTORCH.read_config(text, "config.json", NETWORK)
 
 
 def test_what_a_hand_edited_json_leaves_out_takes_its_default():
     text = '{"activation_offset": false, "conv": {}, "conv3d": {}, "circ": {"quant_enable": false}}'
-    config = read_config(text, "c.json", NETWORK)
-    plan = make_plan(config, NETWORK)
+    config = PYTORCH.read_config(text, "c.json", NETWORK)
+    plan = PYTORCH.make_plan(config, NETWORK)
     assert [layer.name for layer in plan.enabled] == ["conv", "conv3d"]
     assert plan.find("conv").activation.asymmetric is False
     assert plan.find("conv").weight.channel_wise is True
@@ -177,14 +177,14 @@ def test_what_a_hand_edited_json_leaves_out_takes_its_default():
 def test_adaround_takes_2_to_8_bits_in_the_json_only():
     for bits in range(2, 9):
         block = {"weight_quant_params": {"wts_algo": "ada_quantize", "num_bits": bits}}
-        plan = make_plan(read_config(json.dumps({"conv": block}), "c.json", NETWORK), NETWORK)
+        plan = PYTORCH.make_plan(PYTORCH.read_config(json.dumps({"conv": block}), "c.json", NETWORK), NETWORK)
         assert plan.find("conv").weight.num_bits == bits
 
 
 def test_4_bit_weights_that_cannot_be_packed_get_8_with_a_warning():
     text = '{"dw": {"weight_quant_params": {"num_bits": 4}}}'
-    config = read_config(text, "c.json", NETWORK)
-    plan = make_plan(config, NETWORK)
+    config = PYTORCH.read_config(text, "c.json", NETWORK)
+    plan = PYTORCH.make_plan(config, NETWORK)
     assert plan.find("dw").weight.num_bits == 8
     assert [str(warning) for warning in plan.warnings] == [
         'c.json:1:45: 4-bit weights need one group and an even number of input channels: 8 bits are used for "dw"'

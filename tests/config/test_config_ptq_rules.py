@@ -6,7 +6,7 @@ import pytest
 from config_models import layers
 
 from amct.config.full_config import explain
-from amct.config.ptq.pytorch import default_config, expand_config, make_plan, read_config
+from amct.config.ptq.pytorch import PYTORCH
 
 NETWORK = layers(
     "conv:Conv2d", "conv2:Conv2d", "conv3d:Conv3d", "pool:AvgPool2d", "fc:Linear", "fcnb:Linear", "rnn:LSTM",
@@ -18,11 +18,11 @@ NETWORK = layers(
 
 
 def expand(text: str) -> dict:
-    return expand_config(text, "quant.cfg", NETWORK).to_dict()
+    return PYTORCH.expand_config(text, "quant.cfg", NETWORK).to_dict()
 
 
 def warnings_of(text: str) -> list[str]:
-    return [str(warning) for warning in expand_config(text, "quant.cfg", NETWORK).warnings]
+    return [str(warning) for warning in PYTORCH.expand_config(text, "quant.cfg", NETWORK).warnings]
 
 
 def of_layer(name: str, block: str) -> str:
@@ -166,9 +166,9 @@ def test_nobody_hears_of_layers_that_are_switched_off():
 
 
 def test_ada_of_the_common_block_falls_back_to_arq():
-    config = expand_config(common("ada_quantize { }"), "quant.cfg", NETWORK)
+    config = PYTORCH.expand_config(common("ada_quantize { }"), "quant.cfg", NETWORK)
     assert "weight_quant_params" not in config.to_dict()["rnn"]
-    plan = make_plan(config, NETWORK)
+    plan = PYTORCH.make_plan(config, NETWORK)
     assert (type(plan.find("rnn").weight).__name__, plan.find("rnn").weight.channel_wise) == ("ArqSettings", True)
     rows = {row.key: row for row in explain(config) if row.layer == "rnn"}
     assert rows["weight_quant_params.wts_algo"].value == "arq_quantize"
@@ -197,7 +197,7 @@ override_layer_configs {
   layer_name: "conv"
   calibration_config { arq_quantize { quant_bits: 6 } }
 }"""
-    rows = {(row.layer, row.key): row for row in explain(expand_config(text, "q.cfg", NETWORK))}
+    rows = {(row.layer, row.key): row for row in explain(PYTORCH.expand_config(text, "q.cfg", NETWORK))}
     expected = {
         ("", "batch_num"): (2, "global field (q.cfg:1:1)"),
         ("", "do_fusion"): (True, "built-in default"),
@@ -216,14 +216,14 @@ override_layer_configs {
 
 def test_explain_of_a_json_points_into_the_json():
     text = '{"conv": {\n "activation_quant_params": {"act_algo": "hfmg",\n  "num_of_bins": 2048}}}'
-    rows = {row.key: row for row in explain(read_config(text, "c.json", NETWORK)) if row.layer == "conv"}
+    rows = {row.key: row for row in explain(PYTORCH.read_config(text, "c.json", NETWORK)) if row.layer == "conv"}
     assert str(rows["activation_quant_params.num_of_bins"].origin) == "config file (c.json:3:18)"
     assert str(rows["activation_quant_params.asymmetric"].origin) == "built-in default"
     assert rows["weight_quant_params.num_bits"].value == 8
 
 
 def test_a_default_config_remembers_its_arguments():
-    config = default_config(NETWORK, batch_num=4, activation_offset=False, skip_layers=["conv"])
+    config = PYTORCH.default_config(NETWORK, batch_num=4, activation_offset=False, skip_layers=["conv"])
     rows = {(row.layer, row.key): row for row in explain(config)}
     assert (rows["", "batch_num"].value, str(rows["", "batch_num"].origin)) == (4, "argument of the call")
     assert str(rows["conv", "quant_enable"].origin) == "argument of the call"

@@ -8,7 +8,7 @@ import pytest
 from config_models import layers, marked, places_of
 
 from amct.config.full_config import explain
-from amct.config.qat.caffe import CAFFE_QAT, default_config, expand_config, make_plan, read_config
+from amct.config.qat.caffe import CAFFE_QAT
 from amct.errors import ConfigError, ConfigTypeError, ParseError
 from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 
@@ -34,7 +34,7 @@ def test_types_are_those_of_the_guides_list():
 
 
 def test_default_config_has_the_guides_keys_in_its_order():
-    config = default_config(NETWORK)
+    config = CAFFE_QAT.default_config(NETWORK)
     assert list(config.to_dict()) == ["version", *ALL]
     assert json.dumps(config.to_dict()["conv1"]) == json.dumps(
         {
@@ -44,7 +44,7 @@ def test_default_config_has_the_guides_keys_in_its_order():
         }
     )
     assert config.to_dict()["fc"]["retrain_weight_config"]["channel_wise"] is False
-    plan = make_plan(config, NETWORK)
+    plan = CAFFE_QAT.make_plan(config, NETWORK)
     assert plan.batch_num == 1
     assert plan.not_quantized == {
         "data": "Data cannot be quantized",
@@ -71,7 +71,7 @@ override_layer_configs: {
 
 
 def test_a_simple_config():
-    config = expand_config(SIMPLE, "r.cfg", NETWORK)
+    config = CAFFE_QAT.expand_config(SIMPLE, "r.cfg", NETWORK)
     content = config.to_dict()
     assert list(content) == ["version", "batch_num", *ALL]
     assert list(content["conv1"]["retrain_data_config"].items()) == [
@@ -89,7 +89,7 @@ def test_a_simple_config():
         ("num_bits", 8),
     ]
     assert content["fc"]["retrain_data_config"] == {"algo": "ulq_quantize", "num_bits": 16}
-    plan = make_plan(config, NETWORK)
+    plan = CAFFE_QAT.make_plan(config, NETWORK)
     assert [layer.name for layer in plan.enabled] == ["conv1", "dw", "pool", "fc"]
     assert [layer.name for layer in plan.enabled if not layer.quantizes_weights] == ["pool"]
     assert plan.not_quantized["up"] == "switched off: global field (r.cfg:4:1)"
@@ -104,22 +104,24 @@ def test_a_simple_config():
 
 
 def test_global_channel_wise_is_per_tensor_with_a_warning_on_inner_product():
-    config = expand_config("retrain_weight_quant_config { arq_retrain { channel_wise: true } }", "r.cfg", NETWORK)
+    config = CAFFE_QAT.expand_config(
+        "retrain_weight_quant_config { arq_retrain { channel_wise: true } }", "r.cfg", NETWORK
+    )
     assert [str(warning) for warning in config.warnings] == [
         "r.cfg:1:45: channel_wise does not apply to these layers, they are quantized per tensor: fc"
     ]
-    assert make_plan(config, NETWORK).find("fc").weight == CaffeArqRetrainSettings(channel_wise=False)
+    assert CAFFE_QAT.make_plan(config, NETWORK).find("fc").weight == CaffeArqRetrainSettings(channel_wise=False)
 
 
 def test_dst_type_and_num_bits_that_agree():
     text = "retrain_data_quant_config { ulq_quantize { dst_type: INT16 num_bits: 16 } }"
     text += " retrain_weight_quant_config { arq_retrain { dst_type: INT8 } }"
-    plan = make_plan(expand_config(text, "r.cfg", NETWORK), NETWORK)
+    plan = CAFFE_QAT.make_plan(CAFFE_QAT.expand_config(text, "r.cfg", NETWORK), NETWORK)
     assert {(layer.activation.num_bits, layer.weight.num_bits) for layer in plan.layers} == {(16, 8)}
 
 
 def test_explain():
-    rows = {(row.layer, row.key): str(row.origin) for row in explain(expand_config(SIMPLE, "r.cfg", NETWORK))}
+    rows = {(row.layer, row.key): str(row.origin) for row in explain(CAFFE_QAT.expand_config(SIMPLE, "r.cfg", NETWORK))}
     assert rows["conv1", "retrain_data_config.clip_max"] == "common block (r.cfg:2:62)"
     assert rows["fc", "retrain_data_config.num_bits"] == "override of this layer type (r.cfg:6:95)"
     assert rows["dw", "retrain_data_config.fixed_clip"] == "override of this layer (r.cfg:10:36)"
@@ -128,26 +130,26 @@ def test_explain():
 
 
 def test_a_layer_without_weights_has_data_factors_only():
-    content = default_config(NETWORK).to_dict()
+    content = CAFFE_QAT.default_config(NETWORK).to_dict()
     assert content["pool"] == {
         "retrain_enable": True,
         "retrain_data_config": {"algo": "ulq_quantize", "num_bits": 8},
     }
     assert content["relu"]["retrain_enable"] is False
     content["relu"] = {"retrain_enable": True, "retrain_weight_config": {"algo": "arq_retrain"}}
-    config = read_config(json.dumps(content), "c.json", NETWORK)
+    config = CAFFE_QAT.read_config(json.dumps(content), "c.json", NETWORK)
     assert [str(each).partition(": ")[2] for each in config.warnings] == [
         "relu.retrain_weight_config is ignored: ReLU has no weights to quantize"
     ]
-    plan = make_plan(config, NETWORK)
+    plan = CAFFE_QAT.make_plan(config, NETWORK)
     assert plan.find("relu").enabled
     assert not plan.find("relu").quantizes_weights
     assert plan.find("conv1").quantizes_weights
 
 
 def test_an_override_switches_on_what_is_off_by_default():
-    config = expand_config('override_layer_types { layer_type: "ReLU" }', "r.cfg", NETWORK)
-    assert make_plan(config, NETWORK).find("relu").enabled
+    config = CAFFE_QAT.expand_config('override_layer_types { layer_type: "ReLU" }', "r.cfg", NETWORK)
+    assert CAFFE_QAT.make_plan(config, NETWORK).find("relu").enabled
 
 
 def data(block: str) -> str:
@@ -192,7 +194,7 @@ CFG_MISTAKES = {
 def test_mistake_in_a_simple_config(name):
     text, places = marked(CFG_MISTAKES[name][0])
     with pytest.raises(ConfigError, match=CFG_MISTAKES[name][1]) as caught:
-        expand_config(text, "r.cfg", NETWORK)
+        CAFFE_QAT.expand_config(text, "r.cfg", NETWORK)
     assert places_of(caught.value) == places
 
 
@@ -207,7 +209,7 @@ def test_mistake_in_a_simple_config(name):
 )
 def test_fields_that_caffe_does_not_have(text, message):
     with pytest.raises(ParseError, match=message):
-        expand_config(text, "r.cfg", NETWORK)
+        CAFFE_QAT.expand_config(text, "r.cfg", NETWORK)
 
 
 def json_data(**values: object) -> dict:
@@ -252,7 +254,7 @@ def check(case: tuple, kind: type[ConfigError]) -> None:
     key, value, message, pointed_at = case
     text = json.dumps({"conv1": {}, "version": 1} | {key: value}, indent=1)
     with pytest.raises(kind, match=message) as caught:
-        read_config(text, "config.json", NETWORK)
+        CAFFE_QAT.read_config(text, "config.json", NETWORK)
     assert type(caught.value) is kind
     [(line, column)] = places_of(caught.value)
     assert text.splitlines()[line - 1][column - 1 :].startswith(pointed_at)
@@ -269,7 +271,7 @@ def test_wrong_type(name):
 
 
 def test_everything_is_optional_as_the_tables_say():
-    plan = make_plan(read_config('{"up":{}}', "config.json", NETWORK), NETWORK)
+    plan = CAFFE_QAT.make_plan(CAFFE_QAT.read_config('{"up":{}}', "config.json", NETWORK), NETWORK)
     assert [(layer.name, layer.enabled) for layer in plan.layers] == [("up", True)]
     assert plan.layers[0].activation == CaffeUlqSettings()
     assert plan.not_quantized["conv1"] == "not in the config"
@@ -277,15 +279,15 @@ def test_everything_is_optional_as_the_tables_say():
 
 def test_a_clip_may_be_given_alone_and_without_a_decimal_point():
     text = '{"version":1,"conv1":{"retrain_data_config":{"clip_max":6,"fixed_clip":true,"fixed_min":false}}}'
-    config = read_config(text, "config.json", NETWORK)
-    activation = make_plan(config, NETWORK).find("conv1").activation
+    config = CAFFE_QAT.read_config(text, "config.json", NETWORK)
+    activation = CAFFE_QAT.make_plan(config, NETWORK).find("conv1").activation
     assert activation == CaffeUlqSettings(clip_max=6.0, fixed_clip=True, fixed_min=False)
-    again = read_config(config.to_json(), "config.json", NETWORK)
+    again = CAFFE_QAT.read_config(config.to_json(), "config.json", NETWORK)
     assert again.to_json() == config.to_json()
 
 
 def test_nets_no_config_can_be_made_for():
     with pytest.raises(ConfigError, match="the model has no layer that can be quantized"):
-        default_config(layers("data:Data", "lstm:LSTM"))
+        CAFFE_QAT.default_config(layers("data:Data", "lstm:LSTM"))
     with pytest.raises(ConfigError, match=r'"version" has the name of a global field .*Rename the layer'):
-        default_config(layers("version:Convolution"))
+        CAFFE_QAT.default_config(layers("version:Convolution"))

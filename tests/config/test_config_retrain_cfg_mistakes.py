@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.qat.pytorch import default_config, expand_config
+from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.errors import ConfigError, ModelError, ParseError
 
 NETWORK = layers(
@@ -104,7 +104,7 @@ ALL = NAMES | PRUNING | VALUES
 def test_mistake(name):
     text, places = marked(ALL[name][0])
     with pytest.raises(ConfigError, match=ALL[name][1]) as caught:
-        expand_config(text, "quant.cfg", NETWORK)
+        PYTORCH_QAT.expand_config(text, "quant.cfg", NETWORK)
     assert places_of(caught.value) == places
     assert caught.value.position.source == "quant.cfg"
 
@@ -120,7 +120,7 @@ def test_all_mistakes_are_reported_together_in_file_order():
 @{of_type("Pool")}"""
     )
     with pytest.raises(ConfigError, match="8 mistakes") as caught:
-        expand_config(text, "quant.cfg", NETWORK)
+        PYTORCH_QAT.expand_config(text, "quant.cfg", NETWORK)
     assert places_of(caught.value) == places
 
 
@@ -139,15 +139,15 @@ def test_all_mistakes_are_reported_together_in_file_order():
 )
 def test_text_that_is_no_simple_config(text, message):
     with pytest.raises(ParseError, match=message):
-        expand_config(text, "quant.cfg", NETWORK)
+        PYTORCH_QAT.expand_config(text, "quant.cfg", NETWORK)
 
 
 def test_models_no_config_can_be_made_for():
     with pytest.raises(ConfigError, match=r"no layer that can be quantized\. Types that can: Conv1d"):
-        default_config(layers("relu:ReLU", "pool:AvgPool2d"))
+        PYTORCH_QAT.default_config(layers("relu:ReLU", "pool:AvgPool2d"))
     with pytest.raises(ConfigError, match="the model has no layer that can be quantized"):
-        default_config([layer for layer in NETWORK if layer.name == "circ"])
+        PYTORCH_QAT.default_config([layer for layer in NETWORK if layer.name == "circ"])
     with pytest.raises(ConfigError, match=r'"batch_num" has the name of a global field .*Rename the module'):
-        default_config(layers("batch_num:Conv2d"))
+        PYTORCH_QAT.default_config(layers("batch_num:Conv2d"))
     with pytest.raises(ModelError, match="layer names must be unique"):
-        default_config(layers("a:Conv2d", "a:Linear"))
+        PYTORCH_QAT.default_config(layers("a:Conv2d", "a:Linear"))

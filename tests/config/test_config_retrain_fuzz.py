@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from amct.config.full_config import explain
 from amct.config.prune import search as prune_search
 from amct.config.prune.dialect import COMPRESSION
-from amct.config.qat import caffe as qat_caffe
-from amct.config.qat import pytorch as qat_pytorch
+from amct.config.qat.caffe import CAFFE_QAT
+from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.errors import AmctError
 
 CAFFE = layers("data:Data", "conv1:Convolution", "relu1:ReLU", "fc:InnerProduct")
@@ -44,14 +44,14 @@ def search(text: str | bytes, source: str, network) -> prune_search.PruneSearchC
 
 
 CFG = {
-    "qat": (qat_pytorch.expand_config, RETRAIN, again(qat_pytorch, RETRAIN)),
-    "caffe": (qat_caffe.expand_config, CAFFE, again(qat_caffe, CAFFE)),
+    "qat": (PYTORCH_QAT.expand_config, RETRAIN, again(PYTORCH_QAT, RETRAIN)),
+    "caffe": (CAFFE_QAT.expand_config, CAFFE, again(CAFFE_QAT, CAFFE)),
     "compress": (COMPRESSION.expand_config, RETRAIN, plan_of),
     "search": (search, RETRAIN, lambda config: config.search_layers[0]),
 }
 JSON = {
-    "qat": (qat_pytorch.read_config, RETRAIN, again(qat_pytorch, RETRAIN)),
-    "caffe": (qat_caffe.read_config, CAFFE, again(qat_caffe, CAFFE)),
+    "qat": (PYTORCH_QAT.read_config, RETRAIN, again(PYTORCH_QAT, RETRAIN)),
+    "caffe": (CAFFE_QAT.read_config, CAFFE, again(CAFFE_QAT, CAFFE)),
 }
 READERS = {("cfg", name): reader for name, reader in CFG.items()} | {
     ("json", name): reader for name, reader in JSON.items()
@@ -65,8 +65,8 @@ SAMPLE_TEXTS = {
         "cfg",
         "search",
     ): "compress_ratio: 1.5\nmax_prune_ratio: 0.8 test_iteration: 2 override_prune_cfg: 'skip_layers: \"c1\"'",
-    ("json", "qat"): qat_pytorch.default_config(RETRAIN).to_json(),
-    ("json", "caffe"): qat_caffe.default_config(CAFFE).to_json(),
+    ("json", "qat"): PYTORCH_QAT.default_config(RETRAIN).to_json(),
+    ("json", "caffe"): CAFFE_QAT.default_config(CAFFE).to_json(),
 }
 NAMES = {"caffe": ("conv1", "InnerProduct"), "qat": ("c2", "Linear"), "compress": ("c2", "Linear")}
 

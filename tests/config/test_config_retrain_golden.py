@@ -8,7 +8,7 @@ import pytest
 from config_models import GOLDEN, RETRAIN, network_of
 
 from amct.config.prune.dialect import COMPRESSION
-from amct.config.qat import pytorch as qat_pytorch
+from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.numerics.settings import (
     ArqRetrainSettings,
     FilterPruneSettings,
@@ -30,8 +30,8 @@ def read(case: str, name: str) -> str:
 
 def expand(case: str):
     if not (REFERENCE / case / "quant.cfg").exists():
-        return qat_pytorch.default_config(network_of(case))
-    kind = qat_pytorch if case.startswith("qat_") else COMPRESSION
+        return PYTORCH_QAT.default_config(network_of(case))
+    kind = PYTORCH_QAT if case.startswith("qat_") else COMPRESSION
     return kind.expand_config(read(case, "quant.cfg"), "quant.cfg", network_of(case))
 
 
@@ -51,7 +51,7 @@ def test_expansion_equals_the_reference(case):
 @pytest.mark.parametrize("case", QAT)
 def test_a_config_of_the_reference_is_read_and_written_again_unchanged(case):
     text = read(case, "config.json")
-    config = qat_pytorch.read_config(text, "config.json", network_of(case))
+    config = PYTORCH_QAT.read_config(text, "config.json", network_of(case))
     assert config.to_json() == text
     assert config.warnings == ()
 
@@ -59,8 +59,8 @@ def test_a_config_of_the_reference_is_read_and_written_again_unchanged(case):
 @pytest.mark.parametrize("case", QAT)
 def test_both_roads_lead_to_one_plan(case):
     network = network_of(case)
-    expanded = qat_pytorch.make_plan(expand(case), network)
-    read_back = qat_pytorch.make_plan(qat_pytorch.read_config(read(case, "config.json"), "c.json", network), network)
+    expanded = PYTORCH_QAT.make_plan(expand(case), network)
+    read_back = PYTORCH_QAT.make_plan(PYTORCH_QAT.read_config(read(case, "config.json"), "c.json", network), network)
     assert expanded.layers == read_back.layers
     assert expanded.batch_num == read_back.batch_num == 1
     assert expanded.not_quantized == read_back.not_quantized
@@ -69,17 +69,17 @@ def test_both_roads_lead_to_one_plan(case):
 @pytest.mark.parametrize("case", QAT)
 def test_the_plan_has_the_layers_and_types_of_the_record(case):
     recorded = re.findall(r'key: "(.+?)".*?act_type: "(.+?)".*?wts_type: "(.+?)"', read(case, "record.txt"), re.DOTALL)
-    plan = qat_pytorch.make_plan(expand(case), network_of(case))
+    plan = PYTORCH_QAT.make_plan(expand(case), network_of(case))
     planned = [(layer.name, layer.activation.dst_type, layer.weight.dst_type) for layer in plan.enabled]
     assert sorted(planned) == sorted(recorded)
 
 
 def test_the_plan_carries_the_algorithms():
-    default = qat_pytorch.make_plan(expand("qat_default"), RETRAIN)
+    default = PYTORCH_QAT.make_plan(expand("qat_default"), RETRAIN)
     assert default.find("c1").activation == UlqSettings()
     assert default.find("c1").weight == ArqRetrainSettings()
     assert default.find("fc").weight == ArqRetrainSettings(channel_wise=False)
-    int4 = qat_pytorch.make_plan(expand("qat_int4_w"), RETRAIN)
+    int4 = PYTORCH_QAT.make_plan(expand("qat_int4_w"), RETRAIN)
     assert int4.find("c2").weight == UlqRetrainSettings(dst_type="INT4", channel_wise=False)
     assert (int4.find("c2").weight.num_bits, int4.find("c2").activation.num_bits) == (4, 8)
     assert int4.find("dw").weight.num_bits == 8
@@ -106,7 +106,7 @@ def test_4_bit_activations_work_where_the_reference_fails():
         "quant.cfg:1:44: INT4 activations with INT8 weights is a pair that AMCT does not train, taken as asked for:"
         " c1, dw",
     ]
-    plan = qat_pytorch.make_plan(config, RETRAIN)
+    plan = PYTORCH_QAT.make_plan(config, RETRAIN)
     types = {layer.name: (layer.activation.dst_type, layer.weight.dst_type) for layer in plan.layers}
     assert types == {name: ("INT4", "INT8" if name in ("c1", "dw") else "INT4") for name in types}
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.qat.pytorch import make_plan, read_config
+from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.errors import ConfigError, ConfigTypeError, ParseError
 
 NETWORK = layers(
@@ -91,7 +91,7 @@ def check(case: tuple, kind: type[ConfigError]) -> None:
     key, value, message, pointed_at = case
     text = json.dumps({"version": 1, "batch_num": 1, **({} if key == "conv" else {"conv": {}}), key: value}, indent=1)
     with pytest.raises(kind, match=message) as caught:
-        read_config(text, "config.json", NETWORK)
+        PYTORCH_QAT.read_config(text, "config.json", NETWORK)
     assert type(caught.value) is kind
     [(line, column)] = places_of(caught.value)
     assert text.splitlines()[line - 1][column - 1 :].startswith(pointed_at)
@@ -112,7 +112,7 @@ def test_mandatory_fields(key):
     content = {"version": 1, "batch_num": 1, "conv": {}}
     del content[key]
     with pytest.raises(ConfigError, match=f'config.json:1:1: the key "{key}" is missing. Add "{key}":1.'):
-        read_config(json.dumps(content), "config.json", NETWORK)
+        PYTORCH_QAT.read_config(json.dumps(content), "config.json", NETWORK)
 
 
 def test_all_mistakes_are_reported_together_in_file_order():
@@ -130,7 +130,7 @@ def test_all_mistakes_are_reported_together_in_file_order():
 }"""
     )
     with pytest.raises(ConfigError, match=r'"batch_num" is missing') as caught:
-        read_config(text, "config.json", NETWORK)
+        PYTORCH_QAT.read_config(text, "config.json", NETWORK)
     assert places_of(caught.value) == places
 
 
@@ -140,25 +140,25 @@ def test_all_mistakes_are_reported_together_in_file_order():
 )
 def test_files_that_are_no_config(text, message):
     with pytest.raises((ParseError, ConfigTypeError), match=message):
-        read_config(text, "config.json", NETWORK)
+        PYTORCH_QAT.read_config(text, "config.json", NETWORK)
 
 
 def test_a_layer_that_cannot_be_quantized_may_stand_there_switched_off():
     text = '{"version":1,"batch_num":1,"conv":{},"circ":{"retrain_enable":false},"bn":{"retrain_enable":false}}'
-    config = read_config(text, "config.json", NETWORK)
+    config = PYTORCH_QAT.read_config(text, "config.json", NETWORK)
     assert [layer.name for layer in config.layers] == ["conv"]
 
 
 def test_what_a_file_leaves_out_takes_its_default():
     text = '{"version":1,"batch_num":3,"fc":{},"conv":{"retrain_weight_config":{"algo":"ulq_retrain"}}}'
-    config = read_config(text, "config.json", NETWORK)
+    config = PYTORCH_QAT.read_config(text, "config.json", NETWORK)
     assert list(config.to_dict()) == ["version", "batch_num", "conv", "fc"]
     assert config.to_dict()["conv"] == {
         "retrain_enable": True,
         "retrain_data_config": {"algo": "ulq_quantize", "dst_type": "INT8"},
         "retrain_weight_config": {"algo": "ulq_retrain", "dst_type": "INT8", "channel_wise": True},
     }
-    plan = make_plan(config, NETWORK)
+    plan = PYTORCH_QAT.make_plan(config, NETWORK)
     assert plan.find("fc").weight.channel_wise is False
     assert {layer.batch_num for layer in plan.layers} == {3}
     assert plan.not_quantized["dw"] == "not in the config"
@@ -168,21 +168,21 @@ def test_what_a_file_leaves_out_takes_its_default():
 def test_odd_types_of_a_hand_written_config_are_told_of_once():
     odd = {**data(dst_type="INT4"), **weight(dst_type="INT8")}
     content = {"version": 1, "batch_num": 1, "conv": odd, "fc": odd, "dw": weight(dst_type="INT4")}
-    config = read_config(json.dumps(content, indent=1), "config.json", NETWORK)
+    config = PYTORCH_QAT.read_config(json.dumps(content, indent=1), "config.json", NETWORK)
     assert [str(warning) for warning in config.warnings] == [
         "config.json:6:16: INT4 activations with INT8 weights is a pair that AMCT does not train, taken as asked for:"
         " conv, fc",
         "config.json:22:16: 4-bit weights need one group and an even number of input channels,"
         " INT8 is used for these layers: dw",
     ]
-    assert make_plan(config, NETWORK).find("dw").weight.num_bits == 8
+    assert PYTORCH_QAT.make_plan(config, NETWORK).find("dw").weight.num_bits == 8
 
 
 def test_default_precision_mode_is_read_and_not_written():
     text = '{"version":1,"fakequant_precision_mode":"DEFAULT","batch_num":1,"conv":{}}'
-    assert list(read_config(text, "c.json", NETWORK).fields) == ["version", "batch_num"]
-    forced = read_config(text.replace("DEFAULT", "FORCE_FP16_QUANT"), "c.json", NETWORK)
+    assert list(PYTORCH_QAT.read_config(text, "c.json", NETWORK).fields) == ["version", "batch_num"]
+    forced = PYTORCH_QAT.read_config(text.replace("DEFAULT", "FORCE_FP16_QUANT"), "c.json", NETWORK)
     assert list(forced.fields) == ["version", "fakequant_precision_mode", "batch_num"]
-    plan = make_plan(forced, NETWORK)
+    plan = PYTORCH_QAT.make_plan(forced, NETWORK)
     assert plan.force_fp16
     assert plan.find("conv").force_fp16

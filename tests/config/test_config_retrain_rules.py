@@ -10,7 +10,7 @@ from config_models import layers
 from amct.config import registry
 from amct.config.full_config import explain
 from amct.config.layers import FILTER_PRUNE_TYPES, QAT_TYPES, SELECTIVE_PRUNE_TYPES
-from amct.config.qat.pytorch import PYTORCH_QAT, expand_config, make_plan, read_config
+from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.numerics.settings import CaffeUlqSettings, SettingsError, UlqSettings
 from amct.schema import descriptor
 
@@ -26,11 +26,11 @@ retrain_weight_quant_config { ulq_retrain { channel_wise: false dst_type: INT4 }
 
 
 def expand(text: str) -> dict:
-    return expand_config(text, "q.cfg", NETWORK).to_dict()
+    return PYTORCH_QAT.expand_config(text, "q.cfg", NETWORK).to_dict()
 
 
 def warnings_of(text: str) -> list[str]:
-    return [str(warning) for warning in expand_config(text, "q.cfg", NETWORK).warnings]
+    return [str(warning) for warning in PYTORCH_QAT.expand_config(text, "q.cfg", NETWORK).warnings]
 
 
 def enabled(text: str) -> list[str]:
@@ -117,7 +117,7 @@ def test_pairs_of_types(activation, weight):
         f" retrain_weight_quant_config {{ arq_retrain {{ dst_type: {weight} }} }} quant_skip_layers: 'conv3d'"
         " quant_skip_layers: 'fcnb'"
     )
-    plan = make_plan(expand_config(text, "q.cfg", NETWORK), NETWORK)
+    plan = PYTORCH_QAT.make_plan(PYTORCH_QAT.expand_config(text, "q.cfg", NETWORK), NETWORK)
     assert {(layer.activation.dst_type, layer.weight.dst_type) for layer in plan.enabled} == {(activation, weight)}
     assert bool(plan.warnings) == ((activation, weight) == ("INT4", "INT8"))
 
@@ -143,13 +143,13 @@ def test_an_override_of_a_layer_that_cannot_be_quantized_is_warned_of():
 
 
 def test_precision_mode_stands_before_batch_num():
-    config = expand_config("batch_num: 4 fakequant_precision_mode: FORCE_FP16_QUANT", "q.cfg", NETWORK)
+    config = PYTORCH_QAT.expand_config("batch_num: 4 fakequant_precision_mode: FORCE_FP16_QUANT", "q.cfg", NETWORK)
     assert list(config.fields.items()) == [
         ("version", 1),
         ("fakequant_precision_mode", "FORCE_FP16_QUANT"),
         ("batch_num", 4),
     ]
-    plan = make_plan(config, NETWORK)
+    plan = PYTORCH_QAT.make_plan(config, NETWORK)
     assert plan.force_fp16
     assert all(layer.force_fp16 and layer.batch_num == 4 for layer in plan.layers)
 
@@ -160,7 +160,7 @@ def test_explain_tells_the_line_of_each_setting():
         'override_layer_types { layer_type: "Linear" retrain_data_quant_config { ulq_quantize { fixed_min: true } } }\n'
         "batch_num: 2"
     )
-    rows = {(row.layer, row.key): row for row in explain(expand_config(text, "q.cfg", NETWORK))}
+    rows = {(row.layer, row.key): row for row in explain(PYTORCH_QAT.expand_config(text, "q.cfg", NETWORK))}
     assert str(rows["", "batch_num"].origin) == "global field (q.cfg:5:1)"
     assert str(rows["conv", "retrain_data_config.clip_max"].origin) == "common block (q.cfg:1:59)"
     assert str(rows["conv", "retrain_weight_config.dst_type"].origin) == "common block (q.cfg:2:65)"
@@ -174,12 +174,12 @@ def test_explain_tells_the_line_of_each_setting():
 
 def test_explain_of_a_lowered_setting_and_of_json():
     text = "retrain_weight_quant_config { arq_retrain { channel_wise: true } }"
-    config = expand_config(text, "q.cfg", NETWORK)
+    config = PYTORCH_QAT.expand_config(text, "q.cfg", NETWORK)
     rows = {(row.layer, row.key): row for row in explain(config)}
     lowered = rows["fc", "retrain_weight_config.channel_wise"]
     assert (lowered.value, str(lowered.origin)) == (False, "rule of the layer type (q.cfg:1:45)")
     written = config.to_json()
-    read = {(row.layer, row.key): row for row in explain(read_config(written, "c.json", NETWORK))}
+    read = {(row.layer, row.key): row for row in explain(PYTORCH_QAT.read_config(written, "c.json", NETWORK))}
     position = read["fc", "retrain_weight_config.channel_wise"].origin.position
     assert written.splitlines()[position.line - 1][position.column - 1 :] == "false,"
     assert position.line > written[: written.index('"fc"')].count("\n")

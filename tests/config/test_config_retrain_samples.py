@@ -11,8 +11,8 @@ import pytest
 from config_models import SAMPLES, layers, places_of
 
 from amct.config.prune.dialect import COMPRESSION, PRUNING
-from amct.config.qat import caffe as qat_caffe
-from amct.config.qat import pytorch as qat_pytorch
+from amct.config.qat.caffe import CAFFE_QAT
+from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.errors import ConfigError, ParseError
 from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 
@@ -25,7 +25,7 @@ CAFFE = layers(
     "loss:SoftmaxWithLoss",
 )  # fmt: skip
 PYTORCH_SAMPLES = {
-    "quant": qat_pytorch,
+    "quant": PYTORCH_QAT,
     "prune": COMPRESSION,
     "selective_prune": COMPRESSION,
     "compressed1": COMPRESSION,
@@ -91,7 +91,7 @@ def test_a_combined_sample_for_pruning_alone_loses_its_quantization_only():
 @pytest.mark.parametrize("name", ["caffe_retrain_config.json", "caffe_retrain_create.json"])
 def test_caffe_samples_end_with_a_comma_too_many(name):
     with pytest.raises(ParseError, match=r'config.json:38:7: the comma before "}" has nothing after it') as caught:
-        qat_caffe.read_config(sample(name), "config.json", CAFFE)
+        CAFFE_QAT.read_config(sample(name), "config.json", CAFFE)
     assert sample(name).splitlines()[37] == "     }, "
     assert places_of(caught.value) == [(38, 7)]
 
@@ -100,10 +100,10 @@ def test_caffe_samples_end_with_a_comma_too_many(name):
 def test_caffe_samples_without_that_comma_are_the_default_config(name):
     text = sample(name)
     repaired = text[: text.rindex(",")] + text[text.rindex(",") + 1 :]
-    config = qat_caffe.read_config(repaired, "config.json", CAFFE)
+    config = CAFFE_QAT.read_config(repaired, "config.json", CAFFE)
     assert json.dumps(config.to_dict()) == json.dumps(json.loads(repaired))
-    assert config.to_json() == qat_caffe.default_config(CAFFE).to_json()
-    plan = qat_caffe.make_plan(config, CAFFE)
+    assert config.to_json() == CAFFE_QAT.default_config(CAFFE).to_json()
+    plan = CAFFE_QAT.make_plan(config, CAFFE)
     assert [layer.name for layer in plan.enabled] == ["conv1", "conv2_1/expand", "conv2_1/dwise"]
     assert {(layer.activation, layer.weight) for layer in plan.layers} == {
         (CaffeUlqSettings(), CaffeArqRetrainSettings())
@@ -112,23 +112,23 @@ def test_caffe_samples_without_that_comma_are_the_default_config(name):
 
 def test_caffe_sample_with_clips():
     text, network = sample("caffe_retrain_clips.json"), layers("layername1:Convolution", "layername2:Convolution")
-    config = qat_caffe.read_config(text, "config.json", network)
+    config = CAFFE_QAT.read_config(text, "config.json", network)
     assert json.dumps(config.to_dict()) == json.dumps(json.loads(text))
-    plan = qat_caffe.make_plan(config, network)
+    plan = CAFFE_QAT.make_plan(config, network)
     assert [layer.activation for layer in plan.layers] == [CaffeUlqSettings(clip_max=3.0, clip_min=-3.0)] * 2
     assert not plan.layers[0].activation.fixed_clip
 
 
 GENERATED = {
-    "pytorch default": lambda: (qat_pytorch, qat_pytorch.default_config(NETWORK), NETWORK),
+    "pytorch default": lambda: (PYTORCH_QAT, PYTORCH_QAT.default_config(NETWORK), NETWORK),
     "pytorch sample": lambda: (
-        qat_pytorch,
-        qat_pytorch.expand_config(sample("pytorch_retrain_quant.cfg").replace("Optype", "Linear"), "s.cfg", NETWORK),
+        PYTORCH_QAT,
+        PYTORCH_QAT.expand_config(sample("pytorch_retrain_quant.cfg").replace("Optype", "Linear"), "s.cfg", NETWORK),
         NETWORK,
     ),
     "pytorch everything": lambda: (
-        qat_pytorch,
-        qat_pytorch.expand_config(
+        PYTORCH_QAT,
+        PYTORCH_QAT.expand_config(
             "batch_num: 7 fakequant_precision_mode: FORCE_FP16_QUANT quant_skip_types: 'Conv2d'"
             " retrain_data_quant_config { ulq_quantize { clip_max_min { clip_max: 6.1 clip_min: -1e-3 } "
             " fixed_min: false dst_type: INT16 } }"
@@ -138,10 +138,10 @@ GENERATED = {
         ),
         NETWORK,
     ),
-    "caffe default": lambda: (qat_caffe, qat_caffe.default_config(CAFFE), CAFFE),
+    "caffe default": lambda: (CAFFE_QAT, CAFFE_QAT.default_config(CAFFE), CAFFE),
     "caffe everything": lambda: (
-        qat_caffe,
-        qat_caffe.expand_config(
+        CAFFE_QAT,
+        CAFFE_QAT.expand_config(
             "batch_num: 2 skip_layers: 'conv1' retrain_data_quant_config { ulq_quantize { clip_max_min { clip_max: 6.1"
             " clip_min: -0.1 } fixed_min: true fixed_clip: true num_bits: 12 } }",
             "s.cfg",

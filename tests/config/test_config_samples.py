@@ -10,8 +10,8 @@ import json
 import pytest
 from config_models import CAFFE_RESNET, CAFFE_TWO_CONVS, SAMPLES, layers
 
-from amct.config.ptq import caffe as ptq_caffe
-from amct.config.ptq import pytorch as ptq_pytorch
+from amct.config.ptq.caffe import CAFFE
+from amct.config.ptq.pytorch import PYTORCH
 from amct.errors import ConfigError, ParseError
 from amct.numerics.settings import SnqSettings
 
@@ -31,12 +31,12 @@ def expected(name: str) -> str:
 @pytest.mark.parametrize("name", ["pytorch_quant", "pytorch_dmq_balancer"])
 def test_pytorch_sample_with_a_real_type_for_its_placeholder(name):
     text = sample(f"{name}.cfg").replace("Optype", "Linear")
-    assert ptq_pytorch.expand_config(text, "quant.cfg", NETWORK).to_json() == expected(name)
+    assert PYTORCH.expand_config(text, "quant.cfg", NETWORK).to_json() == expected(name)
 
 
 def test_pytorch_samples_tell_about_layers_that_take_less():
     warnings = {
-        name: [str(warning) for warning in ptq_pytorch.expand_config(text, "quant.cfg", NETWORK).warnings]
+        name: [str(warning) for warning in PYTORCH.expand_config(text, "quant.cfg", NETWORK).warnings]
         for name in ("pytorch_quant", "pytorch_dmq_balancer")
         for text in [sample(f"{name}.cfg").replace("Optype", "Linear")]
     }
@@ -50,31 +50,31 @@ def test_pytorch_samples_tell_about_layers_that_take_less():
 
 def test_placeholder_types_of_the_samples_are_reported_together():
     with pytest.raises(ConfigError) as caught:
-        ptq_pytorch.expand_config(sample("pytorch_dmq_balancer.cfg"), "quant.cfg", NETWORK)
+        PYTORCH.expand_config(sample("pytorch_dmq_balancer.cfg"), "quant.cfg", NETWORK)
     assert [(problem.position.line, problem.position.column) for problem in caught.value.problems] == [(5, 1), (25, 1)]
     with pytest.raises(ConfigError, match=r'quant.cfg:5:1: skip_layer_types: the layer type "Optype" cannot be'):
-        ptq_pytorch.expand_config(sample("pytorch_quant.cfg"), "quant.cfg", NETWORK)
+        PYTORCH.expand_config(sample("pytorch_quant.cfg"), "quant.cfg", NETWORK)
 
 
 def test_dots_of_the_hfmg_sample_are_no_text_format():
     text = sample("pytorch_hfmg_fragment.cfg")
     with pytest.raises(ParseError, match=r"quant\.cfg:4:1"):
-        ptq_pytorch.expand_config(text, "quant.cfg", NETWORK)
-    config = ptq_pytorch.expand_config(text.replace("...", "# ..."), "quant.cfg", NETWORK)
+        PYTORCH.expand_config(text, "quant.cfg", NETWORK)
+    config = PYTORCH.expand_config(text.replace("...", "# ..."), "quant.cfg", NETWORK)
     assert config.to_json() == expected("pytorch_hfmg_fragment")
 
 
 def test_ada_round_sample():
-    config = ptq_pytorch.expand_config(sample("pytorch_ada_round.cfg"), "ada_round.cfg", NETWORK)
+    config = PYTORCH.expand_config(sample("pytorch_ada_round.cfg"), "ada_round.cfg", NETWORK)
     assert config.to_json() == expected("pytorch_ada_round")
     assert config.warnings == ()
 
 
 @pytest.mark.parametrize("name", ["caffe_snq_quant", "caffe_snq_steps"])
 def test_caffe_snq_samples(name):
-    config = ptq_caffe.expand_config(sample(f"{name}.cfg"), "quant.cfg", CAFFE_RESNET)
+    config = CAFFE.expand_config(sample(f"{name}.cfg"), "quant.cfg", CAFFE_RESNET)
     assert config.to_json() == expected(name)
-    plan = ptq_caffe.make_plan(config, CAFFE_RESNET)
+    plan = CAFFE.make_plan(config, CAFFE_RESNET)
     assert plan.find("res2a_branch1").weight == SnqSettings(init_algo="gaussian")
     assert plan.update_bn.bn_update_iterations == 30
 
@@ -82,11 +82,11 @@ def test_caffe_snq_samples(name):
 @pytest.mark.parametrize("name", ["caffe_uniform.json", "caffe_create_quant_config.json"])
 def test_caffe_samples_are_read_and_written_in_their_order(name):
     text = sample(name)
-    config = ptq_caffe.read_config(text, name, CAFFE_TWO_CONVS)
+    config = CAFFE.read_config(text, name, CAFFE_TWO_CONVS)
     wanted = json.loads(text)
     wanted.pop("joint_quant", None)  # accepted, ignored, never written
     assert json.dumps(config.to_dict()) == json.dumps(wanted)
-    plan = ptq_caffe.make_plan(config, CAFFE_TWO_CONVS)
+    plan = CAFFE.make_plan(config, CAFFE_TWO_CONVS)
     assert [layer.weight.channel_wise for layer in plan.layers] == [True, False]
     assert plan.batch_num == 2
 
@@ -94,36 +94,36 @@ def test_caffe_samples_are_read_and_written_in_their_order(name):
 def test_caffe_snq_json_sample_opens_with_two_braces():
     text = sample("caffe_snq_two_braces.json")
     with pytest.raises(ParseError, match=r'config.json:2:1: expected a key in double quotes or "}", found \'{\''):
-        ptq_caffe.read_config(text, "config.json", CAFFE_RESNET)
+        CAFFE.read_config(text, "config.json", CAFFE_RESNET)
 
 
 def test_caffe_snq_json_sample_with_one_brace():
     text = sample("caffe_snq_two_braces.json").replace("{\n{", "{", 1)
-    config = ptq_caffe.read_config(text, "config.json", CAFFE_RESNET)
+    config = CAFFE.read_config(text, "config.json", CAFFE_RESNET)
     wanted = json.loads(text)
     layer = wanted["res2a_branch1"]
     layer["activation_quant_params"] = layer["activation_quant_params"][0]  # one bottom: written as an object
     assert json.dumps(config.to_dict()) == json.dumps(wanted)
-    plan = ptq_caffe.make_plan(config, CAFFE_RESNET)
+    plan = CAFFE.make_plan(config, CAFFE_RESNET)
     assert plan.not_quantized["conv1"] == "not in the config"
     assert [item.name for item in plan.enabled] == ["res2a_branch1"]
 
 
 GENERATED = {
     "pytorch default": lambda: (
-        ptq_pytorch.default_config(NETWORK, batch_num=3, activation_offset=False, skip_layers=["fc"]),
-        ptq_pytorch.read_config,
+        PYTORCH.default_config(NETWORK, batch_num=3, activation_offset=False, skip_layers=["fc"]),
+        PYTORCH.read_config,
         NETWORK,
     ),
     "pytorch ada": lambda: (
-        ptq_pytorch.expand_config(sample("pytorch_ada_round.cfg"), "a.cfg", NETWORK),
-        ptq_pytorch.read_config,
+        PYTORCH.expand_config(sample("pytorch_ada_round.cfg"), "a.cfg", NETWORK),
+        PYTORCH.read_config,
         NETWORK,
     ),
-    "caffe default": lambda: (ptq_caffe.default_config(CAFFE_RESNET), ptq_caffe.read_config, CAFFE_RESNET),
+    "caffe default": lambda: (CAFFE.default_config(CAFFE_RESNET), CAFFE.read_config, CAFFE_RESNET),
     "caffe snq": lambda: (
-        ptq_caffe.expand_config(sample("caffe_snq_quant.cfg"), "s.cfg", CAFFE_RESNET),
-        ptq_caffe.read_config,
+        CAFFE.expand_config(sample("caffe_snq_quant.cfg"), "s.cfg", CAFFE_RESNET),
+        CAFFE.read_config,
         CAFFE_RESNET,
     ),
 }

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from amct.config.layers import LayerInfo
-from amct.config.ptq import caffe as ptq_caffe
-from amct.config.ptq import pytorch as ptq_pytorch
+from amct.config.ptq.caffe import CAFFE
+from amct.config.ptq.pytorch import PYTORCH
 from amct.errors import AmctError
 from amct.schema import file_protos
 
@@ -77,8 +77,8 @@ def edges(kind: str, legal: str) -> tuple[list[float], list[float]]:
 
 
 DIALECTS = {
-    "PTQ, PyTorch": (ptq_pytorch.expand_config, LayerInfo(name="layer", type="Conv2d")),
-    "PTQ, Caffe": (ptq_caffe.expand_config, LayerInfo(name="layer", type="Convolution")),
+    "PTQ, PyTorch": (PYTORCH.expand_config, LayerInfo(name="layer", type="Conv2d")),
+    "PTQ, Caffe": (CAFFE.expand_config, LayerInfo(name="layer", type="Convolution")),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from ptq_goldens import AMCT, golden_net
 
 import amct_pytorch as amct
-from amct.config.ptq.pytorch import make_plan, read_config
+from amct.config.ptq.pytorch import PYTORCH
 from amct.errors import CalibrationError
 from amct.pytorch.calibrating import start_calibration
 from amct.pytorch.capture.cached_trace import cached_trace
@@ -69,7 +69,7 @@ def calibration_only(config, _, record, model, example):
     """``quantize_model`` without its ONNX file."""
     traced = cached_trace(model, example)
     layers = traced.config_layers()
-    plan = make_plan(read_config(config.read_bytes(), str(config), layers), layers)
+    plan = PYTORCH.make_plan(PYTORCH.read_config(config.read_bytes(), str(config), layers), layers)
     balance = {}
     if plan.balanced:
         balance = {name: torch.tensor(entry.tensor_balance_factor) for name, entry in read_record(record).items()}

@@ -25,7 +25,7 @@ from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, fold_updated_st
 from amct.caffe.ptq.insertion import insert_ifmr
 from amct.calibration import all_ranks
 from amct.calibration.record_files import progress_path
-from amct.config.ptq.caffe import default_config, expand_config, make_plan, read_config
+from amct.config.ptq.caffe import CAFFE
 from amct.export.check.batch import batch_path
 from amct.model import Skip
 from amct.record import CaffeRecord, write_record
@@ -90,9 +90,9 @@ def create_quant_config(
     layers = layer_infos(read_model(model_file, weights_file, custom_proto).net)
     if config_defination is not None:
         source = input_file(config_defination, "config_defination")
-        config = expand_config(read_bytes(source), str(config_defination), layers)
+        config = CAFFE.expand_config(read_bytes(source), str(config_defination), layers)
     else:
-        config = default_config(layers, batch_num=batch_num, activation_offset=activation_offset)
+        config = CAFFE.default_config(layers, batch_num=batch_num, activation_offset=activation_offset)
     for warning in config.warnings:
         logger.warning("%s", warning)
     write_text(target, config.to_json())
@@ -130,8 +130,8 @@ def init(
     record = output_file(scale_offset_record_file, "scale_offset_record_file")
     original = read_model(model_file, weights_file, custom_proto)
     layers = layer_infos(original.net)
-    config = read_config(read_bytes(config_file), str(config_file), layers)
-    plan = make_plan(config, layers)
+    config = CAFFE.read_config(read_bytes(config_file), str(config_file), layers)
+    plan = CAFFE.make_plan(config, layers)
     for warning in plan.warnings:
         logger.warning("%s", warning)
     if plan.update_bn is None:

@@ -162,19 +162,19 @@ def _readers(dialect: Dialect, kind: Kind) -> tuple[_Reader, _Reader | None]:
     """Return the readers of the simple and the full form of a config; the second is None if there is no full form."""
     from amct.cli.model_layers import Dialect
     from amct.config.prune.dialect import COMPRESSION
-    from amct.config.ptq import caffe as ptq_caffe
-    from amct.config.ptq import kv_cache
-    from amct.config.ptq import pytorch as ptq_pytorch
-    from amct.config.qat import caffe as qat_caffe
-    from amct.config.qat import pytorch as qat_pytorch
+    from amct.config.ptq.caffe import CAFFE
+    from amct.config.ptq.kv_cache import KV_CACHE
+    from amct.config.ptq.pytorch import PYTORCH
+    from amct.config.qat.caffe import CAFFE_QAT
+    from amct.config.qat.pytorch import PYTORCH_QAT
 
     table: dict[tuple[Dialect, Kind], tuple[_Reader, _Reader | None]] = {
-        (Dialect.pytorch, Kind.ptq): (ptq_pytorch.expand_config, ptq_pytorch.read_config),
-        (Dialect.pytorch, Kind.qat): (qat_pytorch.expand_config, qat_pytorch.read_config),
+        (Dialect.pytorch, Kind.ptq): (PYTORCH.expand_config, PYTORCH.read_config),
+        (Dialect.pytorch, Kind.qat): (PYTORCH_QAT.expand_config, PYTORCH_QAT.read_config),
         (Dialect.pytorch, Kind.compress): (COMPRESSION.expand_config, None),
-        (Dialect.pytorch, Kind.kv_cache): (kv_cache.expand_config, kv_cache.read_config),
-        (Dialect.caffe, Kind.ptq): (ptq_caffe.expand_config, ptq_caffe.read_config),
-        (Dialect.caffe, Kind.qat): (qat_caffe.expand_config, qat_caffe.read_config),
+        (Dialect.pytorch, Kind.kv_cache): (KV_CACHE.expand_config, KV_CACHE.read_config),
+        (Dialect.caffe, Kind.ptq): (CAFFE.expand_config, CAFFE.read_config),
+        (Dialect.caffe, Kind.qat): (CAFFE_QAT.expand_config, CAFFE_QAT.read_config),
     }
     if (dialect, kind) not in table:
         raise ArgumentError(f"--kind {kind.value}: there is no such config for Caffe models, only for PyTorch models")
@@ -183,12 +183,12 @@ def _readers(dialect: Dialect, kind: Kind) -> tuple[_Reader, _Reader | None]:
 
 def _default(dialect: Dialect, layers: LayerList) -> FullConfig:
     from amct.cli.model_layers import Dialect
-    from amct.config.ptq import caffe as ptq_caffe
-    from amct.config.ptq import pytorch as ptq_pytorch
+    from amct.config.ptq.caffe import CAFFE
+    from amct.config.ptq.pytorch import PYTORCH
 
     if dialect is Dialect.caffe:
-        return ptq_caffe.default_config(layers)
-    return ptq_pytorch.default_config(layers)
+        return CAFFE.default_config(layers)
+    return PYTORCH.default_config(layers)
 
 
 def _only(rows: tuple[ExplainedSetting, ...], layer: str, layers: LayerList) -> tuple[ExplainedSetting, ...]:

@@ -168,81 +168,28 @@ _WITH_WEIGHTS = {
 _ON = Capability(weights=False, channel_wise=False)
 _OFF = Capability(weights=False, channel_wise=False, on_by_default=False)
 _FOLDED = Capability(weights=False, channel_wise=False, on_by_default=False, fusible=True)
-_DATA_ONLY = {
-    "PassThrough": _ON,
-    "Pooling": _ON,
-    "PSROIPooling": _ON,
-    "ROIPooling": _ON,
-    "SPP": _ON,
-    "Upsample": _ON,
-    "Eltwise": _ON,
-    "Slice": _ON,
-    "Concat": _ON,
-    "Softmax": _ON,
-    "ROIAlign": _ON,
-    "AbsVal": _OFF,
-    "BNLL": _ON,
-    "CReLU": _ON,
-    "ELU": _ON,
-    "Exp": _ON,
-    "Interp": _ON,
-    "Log": _ON,
-    "LRN": _ON,
-    "Mvm": _ON,
-    "Nms": _ON,
-    "Normalize": _ON,
-    "Power": _ON,
-    "PReLU": _OFF,
-    "Reduction": _ON,
-    "ReLU": _OFF,
-    "Sigmoid": _ON,
-    "Sort": _ON,
-    "Threshold": _ON,
-    "Scale": _FOLDED,
-    "BatchNorm": _FOLDED,
-    "Bias": _FOLDED,
-    "Reshape": _ON,
-    "Reverse": _ON,
-    "ShuffleChannel": _ON,
-    "Crop": _ON,
-    "Axpy": _ON,
-    "Flatten": _ON,
-    "Permute": _ON,
-    "Tile": _ON,
-    "Split": _ON,
-    "ArgMax": _ON,
-    "Clip": _OFF,
-    "Hswish": _ON,
-    "MVN": _ON,
-    "Reorg": _ON,
-    "TanH": _ON,
-    "MatMul": _ON,
-    "RReLU": _OFF,
-    "ReLU6": _OFF,
-    "Swish": _OFF,
-    "GroupNorm": _ON,
-    "ArgMin": _ON,
-    "Sqrt": _ON,
-    "ReduceSum": _ON,
-    "ReduceMean": _ON,
-    "ReduceProd": _ON,
-    "LayerNormalization": _ON,
-    "Gemm": _ON,
-    "Ceil": _ON,
-    "Pad": _OFF,
-    "Equal": _OFF,
-    "Greater": _OFF,
-    "ReduceMax": _OFF,
-    "ReduceMin": _OFF,
-    "Sign": _OFF,
-    "Cos": _OFF,
-    "Sin": _OFF,
-    "TopK": _OFF,
-    "Unpooling": _OFF,
-    "Erf": _OFF,
-}
+_DATA_ONLY = (
+    "PassThrough", "Pooling", "PSROIPooling", "ROIPooling", "SPP", "Upsample", "Eltwise", "Slice", "Concat",
+    "Softmax", "ROIAlign", "AbsVal", "BNLL", "CReLU", "ELU", "Exp", "Interp", "Log", "LRN", "Mvm", "Nms",
+    "Normalize", "Power", "PReLU", "Reduction", "ReLU", "Sigmoid", "Sort", "Threshold", "Scale", "BatchNorm",
+    "Bias", "Reshape", "Reverse", "ShuffleChannel", "Crop", "Axpy", "Flatten", "Permute", "Tile", "Split", "ArgMax",
+    "Clip", "Hswish", "MVN", "Reorg", "TanH", "MatMul", "RReLU", "ReLU6", "Swish", "GroupNorm", "ArgMin", "Sqrt",
+    "ReduceSum", "ReduceMean", "ReduceProd", "LayerNormalization", "Gemm", "Ceil", "Pad", "Equal", "Greater",
+    "ReduceMax", "ReduceMin", "Sign", "Cos", "Sin", "TopK", "Unpooling", "Erf",
+)  # fmt: skip
+_OFF_BY_DEFAULT = (
+    "AbsVal", "PReLU", "ReLU", "Clip", "RReLU", "ReLU6", "Swish", "Pad", "Equal", "Greater", "ReduceMax",
+    "ReduceMin", "Sign", "Cos", "Sin", "TopK", "Unpooling", "Erf",
+)  # fmt: skip
+_FOLDED_TYPES = ("Scale", "BatchNorm", "Bias")
+"""They and the types that are off get ``quant_enable: false`` in a generated config and are switched on by hand."""
 
-_TYPES = _WITH_WEIGHTS | _DATA_ONLY
+_TYPES = (
+    _WITH_WEIGHTS
+    | dict.fromkeys(_DATA_ONLY, _ON)
+    | dict.fromkeys(_OFF_BY_DEFAULT, _OFF)
+    | dict.fromkeys(_FOLDED_TYPES, _FOLDED)
+)
 CAFFE_TYPES: Mapping[str, Capability] = MappingProxyType(_TYPES)
 
 CAFFE_RETRAIN_TYPES: Mapping[str, Capability] = MappingProxyType(

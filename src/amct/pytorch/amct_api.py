@@ -24,7 +24,7 @@ from amct import atomic, log
 from amct.arguments import FILE, check_types, output_file
 from amct.atomic import read_bytes
 from amct.calibration import all_ranks, read_progress
-from amct.config.ptq.pytorch import default_config, expand_config, make_plan, read_config
+from amct.config.ptq.pytorch import PYTORCH
 from amct.errors import CalibrationError, ExportError, RecordError, RecordValueError
 from amct.export.check.batch import batch_beside
 from amct.export.check.losses import Reference
@@ -93,9 +93,9 @@ def create_quant_config(
     if config_defination is not None and text is not None:
         if skip_layers:
             logger.warning("skip_layers is ignored, because config_defination is given; name them in the file")
-        config = expand_config(text, os.fspath(config_defination), layers)
+        config = PYTORCH.expand_config(text, os.fspath(config_defination), layers)
     else:
-        config = default_config(
+        config = PYTORCH.default_config(
             layers, batch_num=batch_num, activation_offset=activation_offset, skip_layers=skip_layers or ()
         )
     for warning in config.warnings:
@@ -249,7 +249,7 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
 
 def _plan(content: bytes, config_file: AnyPath, traced: Traced) -> Plan:
     layers = traced.config_layers()
-    return make_plan(read_config(content, os.fspath(config_file), layers), layers)
+    return PYTORCH.make_plan(PYTORCH.read_config(content, os.fspath(config_file), layers), layers)
 
 
 # -- DMQ ---------------------------------------------------------------------------------------------------------------

@@ -31,14 +31,7 @@ from amct.calibration import CalibrationSession, RecordFiles, all_ranks
 from amct.calibration.layer_records import kv_cache_entries, kv_cache_stream
 from amct.calibration.session import OUTPUT
 from amct.config.layers import LayerInfo, LayerList
-from amct.config.ptq.kv_cache import (
-    LAYERS_ARGUMENT,
-    default_config,
-    expand_config,
-    make_plan,
-    plan_from_parameters,
-    read_config,
-)
+from amct.config.ptq.kv_cache import KV_CACHE, LAYERS_ARGUMENT, plan_from_parameters
 from amct.errors import (
     ArgumentTypeError,
     CalibrationArgumentError,
@@ -130,11 +123,11 @@ def create_quant_cali_model(config_file: AnyPath, record_file: AnyPath, model: n
     content = read_bytes(config_file)
     model = unwrap(model)
     refuse_operators(model)
-    config = read_config(content, os.fspath(config_file), _layers(model))
+    config = KV_CACHE.read_config(content, os.fspath(config_file), _layers(model))
     for warning in config.warnings:
         logger.warning("%s", warning)
     ranks = all_ranks()
-    plan = make_plan(config)
+    plan = KV_CACHE.make_plan(config)
     ranks.need_a_batch_each(min(layer.batch_num for layer in plan.layers))
     files = RecordFiles(path, writes=ranks.is_first)
 
@@ -173,7 +166,7 @@ def _config(
             text = read_bytes(config_defination)
         except MissingFileError as error:
             raise MissingDefinitionError(f"config_defination: {error}") from error
-        return expand_config(text, os.fspath(config_defination), layers)
+        return KV_CACHE.expand_config(text, os.fspath(config_defination), layers)
     if quant_layers is None:
         raise CalibrationError(
             "create_quant_cali_config: no layer is named for kv-cache quantization; give "
@@ -184,7 +177,7 @@ def _config(
             raise ArgumentTypeError(
                 f'create_quant_cali_config: quant_layers["{key}"] must be a list of layer names, got {names!r}'
             )
-    return default_config(layers, quant_layers)
+    return KV_CACHE.default_config(layers, quant_layers)
 
 
 def _warn_if_incomplete(session: CalibrationSession, record: str) -> None:

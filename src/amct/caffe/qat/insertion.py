@@ -17,7 +17,7 @@ from amct.caffe.model import read_model, read_training_model, write_model
 from amct.caffe.prototxt import layer_infos
 from amct.caffe.ptq.folding import FusionReport, fuse_after
 from amct.caffe.ptq.insertion import input_layer, taken_names, watched_blobs
-from amct.config.qat.caffe import default_config, expand_config, make_plan, read_config
+from amct.config.qat.caffe import CAFFE_QAT
 from amct.model import Skip
 from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 from amct.record import CaffeRecord, write_record
@@ -65,9 +65,9 @@ def write_retrain_config(
     """
     layers = layer_infos(read_model(model_file, weights_file, custom_proto).net)
     if definition is None:
-        config = default_config(layers)
+        config = CAFFE_QAT.default_config(layers)
     else:
-        config = expand_config(read_bytes(definition), str(definition), layers)
+        config = CAFFE_QAT.expand_config(read_bytes(definition), str(definition), layers)
     for warning in config.warnings:
         logger.warning("%s", warning)
     write_text(target, config.to_json())
@@ -103,7 +103,7 @@ def retrain_plan(config_file: AnyPath, tested: CaffeModel) -> RetrainPlan:
         FileError, ParseError, ConfigError: The config cannot be read, or does not belong to the model.
     """
     layers = layer_infos(tested.net)
-    return make_plan(read_config(read_bytes(config_file), str(config_file), layers), layers)
+    return CAFFE_QAT.make_plan(CAFFE_QAT.read_config(read_bytes(config_file), str(config_file), layers), layers)
 
 
 def _plans_to_train(plan: RetrainPlan, tested: CaffeModel) -> dict[str, RetrainLayerPlan]:

@@ -214,7 +214,3 @@ def _lacks_snq(layer: LayerInfo, block: AlgorithmBlock) -> bool:
 
 
 CAFFE = CaffePtq()
-default_config = CAFFE.default_config
-expand_config = CAFFE.expand_config
-read_config = CAFFE.read_config
-make_plan = CAFFE.make_plan

@@ -291,10 +291,6 @@ def _with_layers(config: FullConfig) -> FullConfig:
 
 
 KV_CACHE = KvCacheDialect()
-default_config = KV_CACHE.default_config
-expand_config = KV_CACHE.expand_config
-read_config = KV_CACHE.read_config
-make_plan = KV_CACHE.make_plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,3 @@ def _bits(allowed: Iterable[int]) -> str:
 
 
 PYTORCH = PyTorchPtq()
-default_config = PYTORCH.default_config
-expand_config = PYTORCH.expand_config
-read_config = PYTORCH.read_config
-make_plan = PYTORCH.make_plan

@@ -87,7 +87,3 @@ def _with_dst_type(block: AlgorithmBlock, choice: Choice, key: str) -> Algorithm
 
 
 CAFFE_QAT = CaffeQat()
-default_config = CAFFE_QAT.default_config
-expand_config = CAFFE_QAT.expand_config
-read_config = CAFFE_QAT.read_config
-make_plan = CAFFE_QAT.make_plan

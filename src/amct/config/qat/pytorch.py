@@ -102,7 +102,3 @@ def _types(block: QuantBlock) -> tuple[str, str]:
 
 
 PYTORCH_QAT = PyTorchQat()
-default_config = PYTORCH_QAT.default_config
-expand_config = PYTORCH_QAT.expand_config
-read_config = PYTORCH_QAT.read_config
-make_plan = PYTORCH_QAT.make_plan

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from amct import atomic
 from amct.arguments import output_file
 from amct.atomic import read_bytes
-from amct.config.qat.pytorch import default_config, expand_config, make_plan, read_config
+from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.errors import TrainingError
 from amct.export.check.batch import batch_path
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
@@ -81,9 +81,9 @@ def create_quant_retrain_config(
     text = read_bytes(config_defination) if config_defination is not None else None
     layers = cached_trace(model, input_data).config_layers()
     if config_defination is not None and text is not None:
-        config = expand_config(text, os.fspath(config_defination), layers)
+        config = PYTORCH_QAT.expand_config(text, os.fspath(config_defination), layers)
     else:
-        config = default_config(layers)
+        config = PYTORCH_QAT.default_config(layers)
     for warning in config.warnings:
         logger.warning("%s", warning)
     atomic.write_text(path, config.to_json())
@@ -203,7 +203,9 @@ def save_quant_retrain_model(  # noqa: PLR0913  AMCT's signature
     inputs = example_inputs(trained, input_data)
     preparation = trained.preparation((inputs.args, inputs.kwargs), io)
     layers = preparation.traced.config_layers()
-    _check_config(make_plan(read_config(content, os.fspath(config_file), layers), layers), trained.plan)
+    _check_config(
+        PYTORCH_QAT.make_plan(PYTORCH_QAT.read_config(content, os.fspath(config_file), layers), layers), trained.plan
+    )
     save_trained(trained, preparation, path, where)
 
 
@@ -239,7 +241,9 @@ def _built(config_file: AnyPath, model: nn.Module, input_data: object) -> QatMod
     content = read_bytes(config_file)
     traced = cached_trace(model, input_data)
     layers = traced.config_layers()
-    trainable = build(traced, make_plan(read_config(content, os.fspath(config_file), layers), layers))
+    trainable = build(
+        traced, PYTORCH_QAT.make_plan(PYTORCH_QAT.read_config(content, os.fspath(config_file), layers), layers)
+    )
     for skip in (*traced.skips, *trainable.not_folded):
         logger.info("left as it is: %s", skip)
     return trainable
