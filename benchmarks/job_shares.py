@@ -46,7 +46,7 @@ from zoo_networks import own, prototxts  # noqa: E402
 import amct.caffe  # noqa: E402
 import amct.onnx_model  # noqa: E402
 import amct.pytorch  # noqa: E402
-from amct.export.writer import save_model  # noqa: E402
+from amct.export.formats import save_model  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

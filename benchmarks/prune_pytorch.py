@@ -31,7 +31,7 @@ from real_models import cifar_images, cifar_resnet, onnx_top1, torch_top1  # noq
 from torch.nn import functional  # noqa: E402
 
 import amct.pytorch  # noqa: E402
-from amct.export.writer import save_model  # noqa: E402
+from amct.export.formats import save_model  # noqa: E402
 from amct.numerics.pruning import two_of_four_mask  # noqa: E402
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from rich.table import Table  # noqa: E402
 
 import amct.caffe  # noqa: E402
 import amct.pytorch  # noqa: E402
-from amct.export.writer import save_model  # noqa: E402
+from amct.export.formats import save_model  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime
 
 from amct.errors import AmctError
-from amct.export.writer import save_model
+from amct.export.formats import save_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

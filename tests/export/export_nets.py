@@ -10,7 +10,7 @@ import onnxruntime
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from amct.export.binding import LayerBinding
+from amct.export.onnx.layer_lookup import LayerBinding
 from amct.model.kinds import LayerKind
 from amct.numerics.qparams import Observed
 from amct.record import LayerRecord

@@ -19,9 +19,9 @@ from numpy_nets import AscendExecutor
 from onnx import helper, numpy_helper
 
 from amct.errors import ExportError
-from amct.export.ascend import ascend_model
 from amct.export.check.integers import standard_model
 from amct.export.check.running import LoadedModel
+from amct.export.deploy import ascend_model
 
 NETS = {
     "residual": residual,

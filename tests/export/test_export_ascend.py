@@ -12,8 +12,7 @@ from numpy_nets import AscendExecutor, attributes_of
 from onnx import TensorProto, helper, numpy_helper
 
 from amct.errors import ExportError
-from amct.export.ascend import ascend_model, dequant_param, pack_int4
-from amct.export.fake_quant import fake_quant_model
+from amct.export.deploy import ascend_model, dequant_param, fake_quant_model, pack_int4
 
 INTEGER_NETS = {name: make for name, make in NETS.items() if not name.startswith(("lstm", "gru"))}
 

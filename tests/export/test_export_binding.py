@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
 from amct.errors import ExportError, FileError, ParseError, RecordValueError
-from amct.export.ascend import ascend_model
-from amct.export.binding import LayerBinding, bindings_by_name
-from amct.export.onnx.layer_lookup import find_layers
+from amct.export.deploy import ascend_model
+from amct.export.onnx.layer_lookup import LayerBinding, bindings_by_name, find_layers
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path, tensor_factors_text
 from amct.model.kinds import LayerKind
 from amct.numerics.qparams import Observed

@@ -22,7 +22,7 @@ from numpy_nets import FakeQuantReference
 from onnx import TensorProto, numpy_helper
 
 from amct.errors import ExportError
-from amct.export.fake_quant import fake_quant_model
+from amct.export.deploy import fake_quant_model
 
 QUANTIZER_PARTS = ("scale", "offset", "min_val", "max_val", "mul", "round", "add", "clip", "sub")
 

@@ -9,9 +9,8 @@ import pytest
 from export_nets import quantized
 from onnx import TensorProto, helper, numpy_helper
 
-from amct.export.ascend import ascend_model
-from amct.export.binding import bindings_by_name
-from amct.export.fake_quant import fake_quant_model
+from amct.export.deploy import ascend_model, fake_quant_model
+from amct.export.onnx.layer_lookup import bindings_by_name
 
 SMALL = [
     "small_mix_default",

@@ -18,6 +18,7 @@ import amct.pytorch
 from amct.caffe.engine import net as engine
 from amct.errors import AmctError, ExportError
 from amct.export import formats
+from amct.export.formats import save_model
 from amct.export.onnx import kept_weights, runtime
 from amct.export.onnx.kept_weights import (
     KeptWeights,
@@ -31,7 +32,6 @@ from amct.export.onnx.kept_weights import (
     with_weights_beside,
 )
 from amct.export.onnx.runtime import Runner
-from amct.export.writer import save_model
 
 if TYPE_CHECKING:
     from pathlib import Path

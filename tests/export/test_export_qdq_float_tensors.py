@@ -9,11 +9,11 @@ from export_nets import Net, calibrate, changed, recurrent, residual, run, trans
 from onnx import numpy_helper
 from transformer_nets import NORMALIZATIONS, TOKENS, audio_encoder, vision_transformer
 
-from amct.export.fake_quant import fake_quant_model
+from amct.export.deploy import fake_quant_model
 from amct.export.formats import ExportRequest, export
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.qdq.exporter import plan_tensors, qdq_model
-from amct.export.qdq.float_tensors import residual_streams
+from amct.export.qdq.tensor_values import residual_streams
 from amct.export.request import ExportOptions
 
 

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.qdq import placement
 from amct.export.qdq.exporter import plan_tensors, qdq_model
-from amct.export.qdq.value_limits import raised_to, without_effect_below
+from amct.export.qdq.tensor_values import raised_to, without_effect_below
 from amct.numerics.qparams import QParams
 
 

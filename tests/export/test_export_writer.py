@@ -15,15 +15,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from amct.arguments import check_file_name
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError, FileError, ParseError
-from amct.export import writer
-from amct.export.ascend import ascend_model
-from amct.export.fake_quant import fake_quant_model
-from amct.export.formats import ExportedFiles, ExportedModel, file_name
+from amct.export import formats
+from amct.export.deploy import ascend_model, fake_quant_model
+from amct.export.formats import ExportedFiles, ExportedModel, file_name, save_model
 from amct.export.onnx.messages import model_opset
 from amct.export.qdq.exporter import qdq_model
 from amct.export.request import SavePath, SaveRequest, check_opset
 from amct.export.saving import OnnxFiles, save_files
-from amct.export.writer import save_model
 from amct.model import Skip
 from amct.model.quant_json import VERSION, QuantJson, quant_json_text, read_quant_json
 from integer_kernels import count_integer_kernels
@@ -185,7 +183,7 @@ def test_opset_of_a_model():
 
 
 def split_from(monkeypatch, size):
-    monkeypatch.setattr(writer, "EXTERNAL_THRESHOLD", size)
+    monkeypatch.setattr(formats, "EXTERNAL_THRESHOLD", size)
 
 
 def test_large_tensors_move_to_files_of_their_own_largest_first(tmp_path, models, monkeypatch):

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from amct.errors import ArgumentError, ExportError
-from amct.export.binding import bindings_by_name
+from amct.export.onnx.layer_lookup import bindings_by_name
 from amct.pytorch.capture.trace import Traced, trace
 from amct.pytorch.folding import fuse
 from amct.pytorch.inputs import IoOptions

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from amct.atomic import FileGroup
 from amct.errors import ExportError
-from amct.export.binding import bindings_by_name
 from amct.export.check.checking import FileToCheck, OnnxCheck
-from amct.export.fake_quant import fake_quant_model
-from amct.export.formats import ExportedFiles, ExportedModel, ExportRequest, export
+from amct.export.deploy import fake_quant_model
+from amct.export.formats import ExportedFiles, ExportedModel, ExportRequest, add_exported, export, warn_of_replaced
 from amct.export.onnx.kept_weights import KeptWeights
+from amct.export.onnx.layer_lookup import bindings_by_name
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.export.request import RECORD
-from amct.export.writer import add_exported, warn_of_replaced
 from amct.memory import give_back_freed
 from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
 from amct.record import encode_record

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from amct.calibration import ALONE
 from amct.config.python_config import plan_of
 from amct.errors import ArgumentError, ConfigError
-from amct.export.fake_quant import fake_quant_model
+from amct.export.deploy import fake_quant_model
 from amct.export.onnx.kept_weights import KeptWeights, tensor_array, with_values
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import model_opset, parameter_bytes
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from amct.calibration import Ranks
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig
-    from amct.export.binding import LayerBinding
     from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer_lookup import LayerBinding
     from amct.export.qdq.exporter import TensorPlan
     from amct.numerics.observer import TensorObserver
     from amct.onnx_model.batches import Feeds

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from amct.export.binding import LayerBinding
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer import owned_name, replace_weight
-from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
+from amct.export.onnx.layer_lookup import LayerBinding, LayerMismatchError, find_layer
 from amct.export.onnx.messages import attribute_value
 from amct.model import Folded, FusionPattern, Node, fold_batch_norms
 from amct.model.kinds import KIND_OF_OPERATOR

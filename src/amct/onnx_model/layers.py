@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from amct.config.layers import LayerInfo, LayerList
-from amct.export.binding import LayerBinding
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer import replace_weight, shared_tensor
-from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer, recurrent_problem
+from amct.export.onnx.layer_lookup import LayerBinding, LayerMismatchError, find_layer, recurrent_problem
 from amct.export.onnx.messages import attribute_value, subgraphs
 from amct.model import Graph, Node, Skip
 from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR

@@ -12,8 +12,7 @@ import torch
 from amct.calibration.session import HIDDEN, INPUT
 from amct.config.plan import config_text
 from amct.errors import CalibrationError, ExportError
-from amct.export.binding import bindings_by_name
-from amct.export.onnx.layer_lookup import find_layers
+from amct.export.onnx.layer_lookup import bindings_by_name, find_layers
 from amct.export.qdq.exporter import plan_tensors
 from amct.export.saving import OnnxFiles
 from amct.model import Skip
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
     from amct.calibration import CalibrationResult
     from amct.config.plan import LayerPlan, LayerPlans, Plan, PlannedLayer
-    from amct.export.binding import LayerBinding
     from amct.export.check.losses import Reference
+    from amct.export.onnx.layer_lookup import LayerBinding
     from amct.export.qdq.exporter import TensorPlan
     from amct.export.request import SaveRequest
     from amct.numerics.qparams import LayerQParams, Observed

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from amct.caffe.model import FEEDFORWARD_TYPES
 from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.errors import ExportError, RecordError, did_you_mean
-from amct.export.binding import LayerBinding
 from amct.export.formats import ExportedModel, ExportRequest, export
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.kept_weights import KeptWeights, owner_of
+from amct.export.onnx.layer_lookup import LayerBinding
 from amct.export.qdq.exporter import plan_tensors, qdq_model
 from amct.export.qdq.nodes import QdqNodes
 from amct.export.request import ExportOptions, Placement, Target

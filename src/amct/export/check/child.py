@@ -32,7 +32,7 @@ from amct.errors import AmctError, ExportError, ModelError
 from amct.export.check.integers import standard_model
 from amct.export.check.losses import Similarity, output_similarity
 from amct.export.check.running import LoadedModel, speed_of
-from amct.export.writer import save_model
+from amct.export.formats import save_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

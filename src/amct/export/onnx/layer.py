@@ -12,8 +12,8 @@ import torch
 from onnx import TensorProto
 
 from amct.errors import AmctError, ExportError
-from amct.export.binding import further_node
 from amct.export.formats import LayerReport
+from amct.export.onnx.layer_lookup import further_node
 from amct.export.onnx.messages import attribute_value
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import quantize_bias

@@ -7,7 +7,7 @@ that names the layer, the node and the expected form.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -23,12 +23,11 @@ from amct.model.kinds import KIND_OF_OPERATOR, LayerKind
 from amct.numerics.dmq import balance_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
-    from amct.export.binding import LayerBinding
     from amct.export.onnx.kept_weights import KeptWeights
     from amct.numerics.qparams import LayerQParams
 
@@ -310,3 +309,49 @@ def _float_type(weight: NDArray[Any]) -> int:
 def _refuse(binding: LayerBinding, node: NodeProto, reason: str) -> NoReturn:
     where = f'layer "{binding.layer}" ({binding.kind.value}, node "{node.name}" of {node.op_type})'
     raise LayerMismatchError(f"{where}: {reason}", reason)
+
+
+# -- bindings: which node computes which layer -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBinding:
+    """A layer and a node that computes it; exported files name the node after the layer.
+
+    A layer that is computed several times has several bindings; its further nodes are named ``<layer>@1`` and so on.
+    """
+
+    layer: str
+    kind: LayerKind
+    node: str
+
+
+def further_node(layer: str, call: int) -> str:
+    """The name of the node that computes a layer for the second (``call`` 1) or a later time."""
+    return f"{layer}@{call}"
+
+
+def bindings_by_name(
+    model: ModelProto, layers: Iterable[str], calls: Mapping[str, int] | None = None
+) -> list[LayerBinding]:
+    """Bindings of a model whose nodes already have the names of their layers.
+
+    ``calls``: how often each layer is computed, if more than once; nodes that do not exist are left out.
+
+    Raises:
+        ExportError: no node has the name, or its operator is not that of a quantizable layer.
+    """
+    operators = {node.name: node.op_type for node in model.graph.node}
+    bindings = []
+    for layer in layers:
+        if operators.get(layer) not in KIND_OF_OPERATOR:
+            found = f"it is a {operators[layer]}" if layer in operators else "there is no node of this name"
+            raise ExportError(
+                f'layer "{layer}": expected a node of one of the operators {", ".join(sorted(KIND_OF_OPERATOR))}, but '
+                f"{found}; save the model that the record belongs to"
+            )
+        kind = KIND_OF_OPERATOR[operators[layer]]
+        further = (further_node(layer, call) for call in range(1, (calls or {}).get(layer, 1)))
+        nodes = [layer, *(node for node in further if node in operators)]
+        bindings += [LayerBinding(layer=layer, kind=kind, node=node) for node in nodes]
+    return bindings

@@ -14,10 +14,10 @@ import torch
 from onnx import ModelProto
 
 from amct.errors import CalibrationError, ModelError
+from amct.export.formats import EXTERNAL_THRESHOLD, save_model
 from amct.export.onnx.kept_weights import copy_fields, kept_arrays, light_copy, tensor_array, weights_as_inputs
 from amct.export.onnx.messages import any_value, first_line, parameter_bytes, subgraphs
 from amct.export.onnx.sizes import MODEL_LIMIT_VARIABLE, check_sizes_of_run, model_limit
-from amct.export.writer import EXTERNAL_THRESHOLD, save_model
 from amct.memory import LARGE_MODEL, gibibytes, give_back_freed, number_from_environment, process_bytes
 
 if TYPE_CHECKING:

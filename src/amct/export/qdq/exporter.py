@@ -18,11 +18,17 @@ from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer import layer_report, share_weights
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.qdq.auto import fastest_placement
-from amct.export.qdq.balance import balance_inputs, fold_balance, folded_balance
-from amct.export.qdq.float_tensors import imprecise_sums, tensors_kept_float
 from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes
 from amct.export.qdq.placement import FastPlacement, FastPlanner, LayerInput, Source, has_integer_kernel
-from amct.export.qdq.rewrites import keep_sums_apart, means_to_pooling, merge_pads
+from amct.export.qdq.rewrites import (
+    balance_inputs,
+    fold_balance,
+    folded_balance,
+    keep_sums_apart,
+    means_to_pooling,
+    merge_pads,
+)
+from amct.export.qdq.tensor_values import imprecise_sums, tensors_kept_float
 from amct.export.request import Placement, Target, choice
 from amct.model import Skip
 
@@ -33,10 +39,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
-    from amct.export.binding import LayerBinding
     from amct.export.formats import LayerReport
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer_lookup import LayerBinding
     from amct.numerics.qparams import LayerQParams, Observed, QParams
 
 OLDEST_OPSET = 13

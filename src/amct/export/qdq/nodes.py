@@ -25,7 +25,7 @@ import torch
 
 from amct.errors import CalibrationError, ExportError
 from amct.export.onnx.layer import owned_name, replace_bias, stored_weight
-from amct.export.qdq.balance import insert_balance
+from amct.export.qdq.rewrites import insert_balance
 from amct.export.request import Target
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import fine_where_empty, fit_bias

@@ -10,7 +10,7 @@ Concat only if all inputs and the output are. So a tensor gets factors, in this 
 An activation (Relu, Clip) is absorbed: the quantizer comes after it, and the limits of its integers replace it.
 Elementwise operators are quantized only if their inputs are already integer and their output reaches a layer or a
 product of matrices; otherwise integers would only add a rounding. The rest stays float, with a reason;
-``float_tensors.py`` has the tensors that stay float because their rounding error would be too large.
+``tensor_values.py`` has the tensors that stay float because their rounding error would be too large.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import numpy as np
 
 from amct.export.onnx.layer_lookup import is_zero_pad
 from amct.export.onnx.messages import attribute_value
-from amct.export.qdq.float_tensors import PROBABILITY_STEP
-from amct.export.qdq.value_limits import (
+from amct.export.qdq.tensor_values import (
     HIGHEST,
     LOWEST,
+    PROBABILITY_STEP,
     activation_limits,
     constant_factor,
     raised_to,

@@ -19,11 +19,11 @@ from amct import __version__
 from amct.atomic import Snapshot, read_bytes
 from amct.config.plan import config_text
 from amct.errors import ArgumentError, ExportError, ParseError
+from amct.export.formats import save_model
 from amct.export.onnx.checked import check_loops, check_nodes, check_tensors, decode_model, load_external
 from amct.export.onnx.kept_weights import tensor_array
 from amct.export.onnx.layer_lookup import AMCT_MARK
 from amct.export.onnx.sizes import check_declared_sizes
-from amct.export.writer import save_model
 from amct.model import Skip
 from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR, KIND_OF_TORCH_TYPE
 from amct.pytorch.capture.layer_types import own_weight
