@@ -13,7 +13,6 @@ from onnx import TensorProto
 
 from amct.errors import AmctError, ExportError
 from amct.export.formats import LayerReport
-from amct.export.onnx.layer_lookup import further_node
 from amct.export.onnx.messages import attribute_value
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import quantize_bias
@@ -32,6 +31,11 @@ if TYPE_CHECKING:
 
 
 _IMAGE_RANK = 4
+
+
+def further_node(layer: str, call: int) -> str:
+    """The name of the node that computes a layer for the second (``call`` 1) or a later time."""
+    return f"{layer}@{call}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

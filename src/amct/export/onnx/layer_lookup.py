@@ -16,7 +16,7 @@ from onnx import TensorProto
 
 from amct.errors import ExportError, did_you_mean
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.onnx.layer import Layer
+from amct.export.onnx.layer import Layer, further_node
 from amct.export.onnx.messages import attribute_value
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_OPERATOR, LayerKind
@@ -324,11 +324,6 @@ class LayerBinding:
     layer: str
     kind: LayerKind
     node: str
-
-
-def further_node(layer: str, call: int) -> str:
-    """The name of the node that computes a layer for the second (``call`` 1) or a later time."""
-    return f"{layer}@{call}"
 
 
 def bindings_by_name(

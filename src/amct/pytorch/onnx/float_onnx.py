@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from amct.errors import ExportError
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.onnx.layer_lookup import LayerBinding, further_node
+from amct.export.onnx.layer import further_node
+from amct.export.onnx.layer_lookup import LayerBinding
 from amct.export.onnx.messages import model_opset
 from amct.export.onnx.rewrites import lower_opset, with_explicit_pool_padding, with_separate_zeros
 from amct.export.onnx.writer import check_valid
