@@ -1,4 +1,4 @@
-"""Torch functions inside a forward: how they are intercepted, counted and named.
+"""Torch functions inside a forward: how they are intercepted, counted and named, and tensors inside ``torch.vmap``.
 
 A ``FunctionMode`` passes the functions that a forward calls to a listener, which may observe the call, change it, or do
 something else in its place.
@@ -11,10 +11,15 @@ stays valid for other batch sizes and for the folded copy, as folding replaces w
 When the call sites are known, only the modules of these operations are followed, and those that they call directly:
 what happens deeper belongs to the latter. Hooks on every module, and a mode around the whole forward, would cost 5 % of
 the time of a small convolutional network.
+
+Functions mapped by ``torch.vmap``, such as those that make attention masks, are captured as ordinary operations:
+releases before 2.9 record an operation before ``vmap`` replaces it by one on whole tensors, and then fail on the tensor
+of a single element that it was given.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,9 +28,10 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
@@ -272,3 +278,76 @@ def _children(model: nn.Module, paths: Collection[str]) -> set[str]:
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # never called itself
                 waiting.append(child)
     return found
+
+
+# -- functions mapped by vmap ------------------------------------------------------------------------------------------
+
+
+_FUNCTORCH: Any = torch._C._functorch  # torch has no public name for what vmap does to tensors
+_RECORDED_BY_TORCH = TorchVersion(torch.__version__) >= "2.9"
+
+
+def all_values(x: Tensor) -> Tensor:
+    """The whole tensor of which a function mapped by ``vmap`` is given one element."""
+    while _FUNCTORCH.is_batchedtensor(x):
+        x = _FUNCTORCH.get_unwrapped(x)
+    return x
+
+
+def on_all_values(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of single values to a tensor, also inside of ``vmap``."""
+    levels = []
+    while _FUNCTORCH.is_batchedtensor(x):
+        levels.append((_FUNCTORCH.maybe_get_bdim(x), _FUNCTORCH.maybe_get_level(x)))
+        x = _FUNCTORCH.get_unwrapped(x)
+    if not levels:
+        return function(x)
+    with importlib.import_module("torch._functorch.pyfunctorch").temporarily_clear_interpreter_stack():
+        x = function(x)
+    for axis, level in reversed(levels):
+        x = _FUNCTORCH._add_batch_dim(x, axis, level)
+    return x
+
+
+@contextmanager
+def vmap_recorded() -> Iterator[None]:
+    """A context in which programs with ``torch.vmap`` can be captured; other calls of it are as ever.
+
+    It changes torch for all threads, so that only one may enter it at a time.
+    """
+    if _RECORDED_BY_TORCH:
+        yield
+        return
+    apis: Any = importlib.import_module("torch._functorch.apis")
+    original = apis.vmap_impl
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the user's function
+        with _recording_after_vmap():
+            return original(*args, **kwargs)
+
+    apis.vmap_impl = replaced
+    try:
+        yield
+    finally:
+        apis.vmap_impl = original
+
+
+@contextmanager
+def _recording_after_vmap() -> Iterator[None]:
+    """Let this thread's recorder, if there is one, see an operation after ``vmap`` instead of before."""
+    from torch._ops import _get_current_dispatch_mode_pre_dispatch
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+    from torch.utils._python_dispatch import _pop_mode_temporarily
+
+    recorder = _get_current_dispatch_mode_pre_dispatch()  # type: ignore[no-untyped-call]
+    if not isinstance(recorder, ProxyTorchDispatchMode):  # no capture, or inside of another vmap
+        yield
+        return
+    later = ProxyTorchDispatchMode(
+        recorder.tracer,
+        recorder.tracing_mode,
+        _allow_fake_constant=recorder._allow_fake_constant,
+        _error_on_data_dependent_ops=recorder._error_on_data_dependent_ops,
+    )
+    with _pop_mode_temporarily(torch._C.DispatchKey.PreDispatch), later:
+        yield

@@ -21,9 +21,8 @@ from torch.utils import _pytree as pytree
 
 from amct.errors import ModelError
 from amct.numerics.min_max import MinMaxObserver
-from amct.pytorch.call_sites import CallSite, OperationWatch
+from amct.pytorch.call_sites import CallSite, OperationWatch, all_values
 from amct.pytorch.capture.cached_trace import tensor_fingerprint
-from amct.pytorch.capture.capturable import all_values
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.program import quiet_exporters, uncompiled
 from amct.pytorch.capture.program_graph import call_name

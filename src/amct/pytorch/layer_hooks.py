@@ -20,10 +20,11 @@ from amct.errors import AmctError
 from amct.numerics.affine import dequantize, fake_quantize, quantize_bias
 from amct.numerics.dmq import balance_activation
 from amct.pipeline.door import ModelOutput
-from amct.pytorch.capture.capturable import all_values, on_all_values, tensors_in
+from amct.pytorch.call_sites import all_values, on_all_values
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import put_weights
 from amct.pytorch.capture.program import uncompiled
+from amct.pytorch.inputs import tensors_in
 from amct.pytorch.user_model import MARK
 from amct.record.conversion import layer_qparams
 from amct.report.filling import input_key

@@ -20,11 +20,10 @@ from amct.pipeline.preparation import Preparation, enabled_layers
 from amct.pipeline.weights import quantize_weights
 from amct.pytorch.adaround import learn_rounding
 from amct.pytorch.calibrating import start_calibration
-from amct.pytorch.capture.capturable import tensors_in, with_tensors
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import float_weights, put_weights
 from amct.pytorch.folding import Fused, fuse
-from amct.pytorch.inputs import torch_batches
+from amct.pytorch.inputs import tensors_in, torch_batches, with_tensors
 from amct.pytorch.intermediate_tensors import find_tensors
 from amct.pytorch.layer_hooks import TorchRun, fake_quant_copy, torch_output
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, TracedOnnx, float_onnx

@@ -288,7 +288,7 @@ _Value = Any  # of the exporter's graph, or None
 
 
 def _translations() -> Mapping[Any, Callable[..., Any]]:
-    """The torch.onnx translation table for the operations of ``amct.pytorch.capture.capturable``.
+    """The torch.onnx translation table for the operations of ``amct.pytorch.capture.program``.
 
     The weights are placeholders: ``layers.py`` replaces them later.
     """
