@@ -11,7 +11,7 @@ from amct.caffe.ptq.folding import fuse
 from amct.config.layers import CAFFE_TYPES
 from amct.numerics.affine import fake_quantize
 from amct.numerics.arq import WeightKind, arq, fake_quantize_weight
-from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.observer import MinMaxObserver
 from amct.numerics.qparams import QParams
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 

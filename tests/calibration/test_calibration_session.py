@@ -18,7 +18,7 @@ from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.hfmg import HfmgObserver
 from amct.numerics.ifmr import IfmrObserver
-from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.observer import MinMaxObserver
 from amct.numerics.settings import HfmgSettings, IfmrSettings
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.arq import WeightKind, arq
-from amct.numerics.dmq import (
+from amct.numerics.balancing import (
     activation_maximum,
     balance_activation,
     balance_factors,

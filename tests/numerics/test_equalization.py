@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amct.numerics.equalization import FLOORS, ChannelRanges, ChannelStatistics, ConsumerNoise, choose_factors
+from amct.numerics.balancing import FLOORS, ChannelRanges, ChannelStatistics, ConsumerNoise, choose_factors
 
 
 def ranges(high, low=None, variance=None):

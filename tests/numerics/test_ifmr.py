@@ -15,7 +15,7 @@ from observer_storage import STORAGES, storage
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
 from amct.numerics.affine import SymmetricScale, dequantize, quantize
 from amct.numerics.ifmr import IfmrObserver, SortedValues, rank_of
-from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.observer import MinMaxObserver
 from amct.numerics.settings import IfmrSettings
 
 if TYPE_CHECKING:

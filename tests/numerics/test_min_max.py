@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.ifmr import IfmrObserver
-from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.observer import MinMaxObserver
 
 ARRAYS = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1000, 1000, width=32))
 

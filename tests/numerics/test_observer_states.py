@@ -14,14 +14,12 @@ from hypothesis.extra import numpy as hnp
 from observer_storage import STORAGES, storage
 
 from amct.errors import CalibrationError
-from amct.numerics.counts.exact_sum import ExactSum
 from amct.numerics.counts.histogram import SHORT_TAIL
 from amct.numerics.counts.samples import SAMPLING_TARGET, Samples
 from amct.numerics.hfmg import HfmgObserver
 from amct.numerics.ifmr import IfmrObserver
-from amct.numerics.layer_inputs import LayerInputObserver
-from amct.numerics.min_max import MinMaxObserver
-from amct.numerics.observer import MergeableObserver
+from amct.numerics.layer_inputs import ExactSum, LayerInputObserver
+from amct.numerics.observer import MergeableObserver, MinMaxObserver
 from amct.numerics.settings import HfmgSettings, IfmrSettings
 
 

@@ -23,7 +23,7 @@ from amct.calibration import ALONE
 from amct.config.python_config import QuantConfig
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.export.qdq.tensor_factors import tensor_factors_text
-from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.observer import MinMaxObserver
 from amct.pipeline import passes
 from amct.pipeline.passes import CalibrationFile
 from amct.record import encode_record

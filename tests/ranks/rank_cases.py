@@ -148,7 +148,7 @@ class MinMaxSettings:
 
 
 def min_max_observer(settings, **options):
-    from amct.numerics.min_max import MinMaxObserver
+    from amct.numerics.observer import MinMaxObserver
 
     return MinMaxObserver(bits=settings.num_bits, asymmetric=settings.asymmetric, **options)
 

@@ -28,7 +28,7 @@ from amct.caffe.ptq.insertion import start_calibration
 from amct.caffe.ptq.save import CaffeFiles, SaveNotes, results_with
 from amct.caffe.reporting import caffe_network, fused_notes, report_layers
 from amct.calibration import ALONE
-from amct.calibration.layer_records import complete_caffe_record
+from amct.calibration.streams import complete_caffe_record
 from amct.config.ptq.caffe import CAFFE
 from amct.config.python_config import plan_of
 from amct.errors import ConfigError

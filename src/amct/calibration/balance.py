@@ -10,7 +10,7 @@ import torch
 
 from amct.calibration.ranks import ALONE, Meeting, Ranks, fingerprint
 from amct.errors import AmctError, CalibrationError
-from amct.numerics.dmq import activation_maximum
+from amct.numerics.balancing import activation_maximum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from amct.calibration import ALONE, BalanceSession, CalibrationSession
-from amct.calibration.layer_records import plan_streams
 from amct.calibration.session import HIDDEN
+from amct.calibration.streams import plan_streams
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import parameter_bytes

@@ -15,7 +15,7 @@ from amct.export.onnx.kept_weights import KeptWeights, tensor_array, with_values
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import model_opset, parameter_bytes
 from amct.export.onnx.runtime import Runner, as_tensor
-from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.observer import MinMaxObserver
 from amct.numerics.settings import AdaRoundSettings
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_factors, start_calibration

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from amct.calibration import ALONE, BalanceSession, CalibrationSession, RecordFiles
-from amct.calibration.layer_records import complete_record, plan_streams
+from amct.calibration.streams import complete_record, plan_streams
 from amct.export.check.batch import batch_path, encode_batch, kept_inputs
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.pipeline.passes import BALANCE

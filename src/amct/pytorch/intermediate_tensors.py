@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from amct.errors import ModelError
-from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.observer import MinMaxObserver
 from amct.pytorch.call_sites import CallSite, OperationWatch, all_values
 from amct.pytorch.capture.cached_trace import tensor_fingerprint
 from amct.pytorch.capture.functional_layers import layer_module

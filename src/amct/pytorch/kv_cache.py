@@ -28,8 +28,8 @@ from amct import atomic, log
 from amct.arguments import FILE, check_types, output_file
 from amct.atomic import read_bytes
 from amct.calibration import CalibrationSession, RecordFiles, all_ranks
-from amct.calibration.layer_records import kv_cache_entries, kv_cache_stream
 from amct.calibration.session import OUTPUT
+from amct.calibration.streams import kv_cache_entries, kv_cache_stream
 from amct.config.layers import LayerInfo, LayerList
 from amct.config.ptq.kv_cache import KV_CACHE, LAYERS_ARGUMENT, plan_from_parameters
 from amct.errors import (

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from amct.calibration.session import HIDDEN
 from amct.errors import AmctError
 from amct.numerics.affine import dequantize, fake_quantize, quantize_bias
-from amct.numerics.dmq import balance_activation
+from amct.numerics.balancing import balance_activation
 from amct.pipeline.door import ModelOutput
 from amct.pytorch.call_sites import all_values, on_all_values
 from amct.pytorch.capture.functional_layers import layer_module

@@ -23,7 +23,7 @@ from amct.export.qdq.nodes import QdqNodes
 from amct.export.request import ExportOptions, Placement, Target
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
-from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.observer import MinMaxObserver
 from amct.numerics.qparams import LayerQParams, Observed, QParams
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 A convolution's output channels can be divided by positive factors when every layer that reads them multiplies its
 weights by the same factors: convolutions and InnerProduct layers, with ReLU, PReLU, pooling, Dropout and Concat in
-between, all of which commute with a positive factor. ``amct.numerics.equalization`` chooses the factors.
+between, all of which commute with a positive factor. ``amct.numerics.balancing`` chooses the factors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from amct.caffe.model import blob_shapes, caffe_batches, read_model, run_net, wr
 from amct.caffe.prototxt import restore_in_place
 from amct.caffe.ptq.folding import check_global_statistics, float_weight, fuse
 from amct.errors import CalibrationError
-from amct.numerics.equalization import ChannelStatistics, ConsumerNoise, choose_factors
+from amct.numerics.balancing import ChannelStatistics, ConsumerNoise, choose_factors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.net import Net
     from amct.caffe.model import Batch, CaffeModel
-    from amct.numerics.equalization import ChannelRanges
+    from amct.numerics.balancing import ChannelRanges
     from amct.pipeline.batches import BatchInputs
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from amct.export.onnx.layer import Layer, further_node
 from amct.export.onnx.messages import attribute_value
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_OPERATOR, LayerKind
-from amct.numerics.dmq import balance_weight
+from amct.numerics.balancing import balance_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

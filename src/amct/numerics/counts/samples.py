@@ -32,8 +32,7 @@ from amct.numerics.counts.histogram import (
     FloatHistogram,
 )
 from amct.numerics.counts.tables import sampling_interval
-from amct.numerics.min_max import RangeObserver, RunningRange
-from amct.numerics.observer import State, check_mergeable, checked_array, flat_values
+from amct.numerics.observer import RangeObserver, RunningRange, State, check_mergeable, checked_array, flat_values
 from amct.numerics.qparams import Observed
 
 if TYPE_CHECKING:

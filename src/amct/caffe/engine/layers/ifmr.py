@@ -20,8 +20,8 @@ from amct import log
 from amct.atomic import is_file, read_bytes, replace_fleeting
 from amct.caffe.engine.layer import Layer, register
 from amct.calibration import ALONE, CalibrationSession, RecordFiles, Stream, all_ranks, make_observer
-from amct.calibration.layer_records import caffe_inputs, caffe_stream
 from amct.calibration.record_files import progress_path
+from amct.calibration.streams import caffe_inputs, caffe_stream
 from amct.config.checks import checked_settings
 from amct.config.plan import OPEN_ENDED
 from amct.config.registry import settings_from_dict
