@@ -6,7 +6,7 @@ A block stands in a simple config (``.cfg``), in a full JSON config, or is part 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,9 @@ class AlgorithmBlock:
     """
 
     algorithm: Algorithm
-    given: Mapping[str, Any]
-    positions: Mapping[str, Position]
-    origin: Origin
+    given: Mapping[str, Any] = field(default_factory=dict)
+    positions: Mapping[str, Position] = field(default_factory=dict)
+    origin: Origin = DEFAULT
     position: Position | None = None
 
     def value(self, key: str) -> Any:  # noqa: ANN401  a JSON value
@@ -121,7 +121,7 @@ def read_algorithm(choice: Choice, oneof: str, algorithms: tuple[Algorithm, ...]
     block = choice.block
     chosen = block.which(oneof) if block is not None else None
     if block is None or chosen is None:
-        return AlgorithmBlock(algorithm=algorithms[0], given={}, positions={}, origin=choice.origin)
+        return AlgorithmBlock(algorithm=algorithms[0], origin=choice.origin)
     algorithm = next(item for item in algorithms if item.message == chosen)
     message: TextMessage = block.get(chosen)
     given: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def _typed_block(settings: object, part: str, origin: Origin, algorithms: tuple[
     """Convert a settings object, whose class is already checked, to a block."""
     algorithm = next((each for each in algorithms if type(settings) is each.settings), algorithms[0])
     if settings is None:
-        return AlgorithmBlock(algorithm=algorithm, given={}, positions={}, origin=origin)
+        return AlgorithmBlock(algorithm=algorithm, origin=origin)
     values = {key: getattr(settings, algorithm.field_of(key), None) for key in algorithm.keys}
     given = {
         key: list(value) if isinstance(value, tuple) else value

@@ -23,7 +23,7 @@ from amct.config.blocks import (
     read_json_object,
 )
 from amct.config.checks import ProblemList
-from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
+from amct.config.full_config import FullConfig, LayerBlock, Level, Origin
 from amct.config.layers import LayerInfo, LayerList
 from amct.config.simple_config import LAYER_OVERRIDES, TYPE_OVERRIDES, check_layer_names, check_type_names, named
 from amct.schema import ExtraField, descriptor, parse_text
@@ -278,8 +278,19 @@ class QuantDialect(Dialect):
         origins |= {key: Origin(Level.FILE, member.key_position) for key, member in members.items()}
         data = {self.switch_key: read_bool(members, self.switch_key, True, layer.name, problems)}
         target = LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins)
+        if self.weight_key in members and self.warns_of_weight_block(layer):
+            what = f"{layer.name}.{self.weight_key} is ignored: {layer.type} has no weights to quantize"
+            problems.warn(what, members[self.weight_key].key_position)
         self.read_members(layer, members, written, target, problems)
         return target
+
+    def has_weight_block(self, layer: LayerInfo) -> bool:
+        """Whether the JSON block of a layer can have a weight block."""
+        return self.types[layer.type].weights
+
+    def warns_of_weight_block(self, layer: LayerInfo) -> bool:
+        """Whether a weight block of a layer is ignored with a warning."""
+        return not self.has_weight_block(layer)
 
     @abstractmethod
     def read_members(
@@ -299,7 +310,7 @@ class QuantDialect(Dialect):
         block = None
         if node is not None:
             block = read_algorithm_block(node, algorithms, self.name_keys[weights], what, problems)
-        return block or AlgorithmBlock(algorithm=algorithms[0], given={}, positions={}, origin=DEFAULT)
+        return block or AlgorithmBlock(algorithm=algorithms[0])
 
 
 def label(layer: LayerInfo) -> str:

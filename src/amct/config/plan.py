@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from amct.config.checks import checked_settings
 from amct.config.full_config import Level
@@ -78,15 +78,7 @@ class LayerPlan:
         return self.activations[0]
 
 
-class _Layer(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def enabled(self) -> bool: ...
-
-
-PlannedLayer = TypeVar("PlannedLayer", bound=_Layer)
+PlannedLayer = TypeVar("PlannedLayer", "LayerPlan", "RetrainLayerPlan", "PruneLayerPlan")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 
 SOURCE = "config"
-_ENTRIES = ("common", "types", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ class _Globals(CheckedSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantConfig:
+class QuantConfig(_Globals):
     """What to quantize and how; the fields of AMCT's simple config under the same names where it has them.
 
     An entry of ``types`` or ``layers`` replaces ``common`` as a whole, the layer's own entry before that of its type.
@@ -89,18 +88,9 @@ class QuantConfig:
             the larger one and else 127 (the default of PyTorch and ONNX models), or "full_range", always 127 (Caffe).
     """
 
-    batch_num: int | None = None
-    activation_offset: bool = True
     common: LayerConfig = field(default_factory=LayerConfig)
     types: Mapping[str, LayerConfig] = field(default_factory=dict)
     layers: Mapping[str, LayerConfig] = field(default_factory=dict)
-    skip_layers: tuple[str, ...] = ()
-    skip_layer_types: tuple[str, ...] = ()
-    do_fusion: bool = True
-    skip_fusion_layers: tuple[str, ...] = ()
-    force_fp16: bool = False
-    weight_rounding: WeightRounding | None = None
-    weight_scale: WeightScale | None = None
 
 
 AnyConfig = QuantConfig | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -144,7 +134,7 @@ def _full_config(config: object, layers: LayerList, dialect: Dialect, kind: str)
 
 def _plan_of_object(config: QuantConfig, layers: LayerList, batches: int | None, dialect: PtqDialect) -> Plan:
     problems = ProblemList()
-    values = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in _ENTRIES}
+    values = {item.name: getattr(config, item.name) for item in fields(_Globals)}
     check_settings(_Globals, values, lambda path: Position(f"{SOURCE}.{path[0]}"), problems)
     entries = {"common": config.common, **_by_name(config.types, "types"), **_by_name(config.layers, "layers")}
     for place, entry in entries.items():

@@ -133,7 +133,7 @@ class CaffePtq(PtqDialect):
             return None
         if _lacks_snq(layer, block):
             note("snq_quantize does not apply to these layers, arq_quantize is used", block.position)
-            return AlgorithmBlock(algorithm=self.weight[0], given={}, positions={}, origin=block.origin)
+            return AlgorithmBlock(algorithm=self.weight[0], origin=block.origin)
         return block
 
     def write_inputs(
@@ -169,6 +169,10 @@ class CaffePtq(PtqDialect):
         both = UPDATE_KEYS if UPDATE_KEYS & set(given) else frozenset()
         return super().written_globals(settings, (set(given) | both) - {"joint_quant"})
 
+    def warns_of_weight_block(self, layer: LayerInfo) -> bool:
+        """Not of one of average pooling, which the guide has."""
+        return super().warns_of_weight_block(layer) and not layer.average_pooling
+
     def read_inputs(
         self, layer: LayerInfo, node: JsonNode | None, problems: ProblemList
     ) -> list[tuple[str, AlgorithmBlock]]:
@@ -188,24 +192,6 @@ class CaffePtq(PtqDialect):
             (each, self.read_block(DATA_KEY, item, each, problems)) for each, item in zip(names, nodes, strict=True)
         ]
         return blocks if len(blocks) == layer.inputs else blocks * layer.inputs
-
-    def read_members(
-        self,
-        layer: LayerInfo,
-        members: Mapping[str, JsonNode],
-        written: Mapping[str, Any],
-        target: LayerBlock,
-        problems: ProblemList,
-    ) -> None:
-        """Read a layer; warn of a weight block without effect."""
-        if WEIGHT_KEY in members and not self.has_weight_block(layer) and not layer.average_pooling:
-            what = f"{layer.name}.{WEIGHT_KEY} is ignored: {layer.type} has no weights to quantize"
-            problems.warn(what, members[WEIGHT_KEY].key_position)
-        super().read_members(layer, members, written, target, problems)
-
-    def has_weight_block(self, layer: LayerInfo) -> bool:
-        """Whether the layer has weights."""
-        return self.types[layer.type].weights
 
 
 def _lacks_snq(layer: LayerInfo, block: AlgorithmBlock) -> bool:

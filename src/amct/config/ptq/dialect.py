@@ -228,7 +228,7 @@ class PtqDialect(QuantDialect):
             target.implied.update({f"{WEIGHT_KEY}.{key}": value for key, value in default.items()})
 
     def _default_weight(self, channel_wise: bool) -> dict[str, Any]:
-        default = AlgorithmBlock(algorithm=self.weight[0], given={}, positions={}, origin=DEFAULT)
+        default = AlgorithmBlock(algorithm=self.weight[0])
         return default.to_json("wts_algo", channel_wise=channel_wise)
 
     # -- full config ---------------------------------------------------------------------------------------------------
@@ -281,10 +281,6 @@ class PtqDialect(QuantDialect):
         """The activation blocks of a layer, each with its name for messages."""
         name = f"{layer.name}.{DATA_KEY}"
         return [(name, self.read_block(DATA_KEY, node, name, problems))]
-
-    def has_weight_block(self, layer: LayerInfo) -> bool:  # noqa: ARG002  for dialects where it depends on the layer
-        """Whether the JSON block of a layer can have a weight block."""
-        return True
 
     # -- plan ----------------------------------------------------------------------------------------------------------
 

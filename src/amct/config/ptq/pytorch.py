@@ -102,6 +102,10 @@ class PyTorchPtq(PtqDialect):
         if block.strength_position is not None and not (capability.dmq if layer.name else capability.dmq_by_type):
             yield BALANCE_KEY, f"dmq_balancer is not possible for {layer.type}"
 
+    def has_weight_block(self, layer: LayerInfo) -> bool:  # noqa: ARG002  as in the base class
+        """Every layer; that of average pooling is a form without effect."""
+        return True
+
     def is_per_tensor(self, layer: LayerInfo) -> bool:
         """Whether a layer can only be quantized with one scale for all channels."""
         return not self.types[layer.type].channel_wise

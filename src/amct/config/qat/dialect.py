@@ -187,9 +187,6 @@ class QatDialect(QuantDialect):
         problems: ProblemList,
     ) -> None:
         """Read and check the JSON block of a layer; ``target`` takes it as it is written."""
-        if WEIGHT_KEY in members and not self.types[layer.type].weights:
-            what = f"{layer.name}.{WEIGHT_KEY} is ignored: {layer.type} has no weights to quantize"
-            problems.warn(what, members[WEIGHT_KEY].key_position)
         activation, weight = (
             self.read_block(key, members.get(key), f"{layer.name}.{key}", problems) for key in (DATA_KEY, WEIGHT_KEY)
         )
