@@ -120,13 +120,6 @@ class Graph(TensorIndex[Node]):
         found = (consumer for tensor in node.outputs for consumer in self.consumers(tensor))
         return tuple({consumer.name: consumer for consumer in found}.values())
 
-    def edges(self) -> Iterator[tuple[Node, str, Node]]:
-        """Every (producer, tensor, consumer), in execution order of the producer."""
-        for node in self:
-            for tensor in node.outputs:
-                for consumer in self.consumers(tensor):
-                    yield node, tensor, consumer
-
     def sole_consumer(self, node: Node) -> Node | None:
         """The one node that reads what ``node`` makes; None when several do, none does, or it is a graph output."""
         readers = self.successors(node)

@@ -195,7 +195,6 @@ class LayerFacts:
 
     name: str
     type: str  # as AMCT's configs write it: Conv2d, Linear, AvgPool2d, ...; a subclass has its base's name
-    class_name: str = ""  # the layer's own class, for messages
     in_channels: int | None = None
     out_channels: int | None = None
     groups: int = 1

@@ -28,8 +28,7 @@ from amct.caffe.engine.net import Net
 from amct.caffe.onnx.forms.place import FollowsBatchError, Place, form_of
 from amct.errors import AmctError, ArgumentError, ExportError, did_you_mean
 from amct.export.formats import save_model
-from amct.export.onnx.messages import reads
-from amct.export.onnx.writer import GraphWriter, check_valid
+from amct.export.onnx.messages import GraphWriter, check_valid, reads
 from amct.export.request import check_opset
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ def lower_opset(model: ModelProto, opset: int) -> ModelProto:
     if opset >= _HIGHEST_RULE:
         return model
     written = next(entry for entry in model.opset_import if entry.domain == "")
-    graph = _Graph(model)
+    graph = OnnxGraph(model)
     for node in list(graph.nodes):
         for needed, rule in _RULES.get(node.op_type, ()):
             if opset < needed:
@@ -39,22 +39,6 @@ def lower_opset(model: ModelProto, opset: int) -> ModelProto:
         for node in lowered.graph.node:
             _check_exists(node, opset)
     return lowered
-
-
-class _Graph(OnnxGraph):
-    """A graph that also knows the declared tensor sizes."""
-
-    def __init__(self, model: ModelProto) -> None:
-        super().__init__(model)
-        declared = (*model.graph.input, *model.graph.value_info, *model.graph.output)
-        self._shapes = {value.name: value.type.tensor_type.shape for value in declared}
-
-    def static_size(self, tensor: str, axis: int) -> int | None:
-        """The size along an axis; None if it is dynamic or not declared."""
-        shape = self._shapes.get(tensor)
-        if shape is None or not -len(shape.dim) <= axis < len(shape.dim):
-            return None
-        return shape.dim[axis].dim_value or None
 
 
 def _check_exists(node: NodeProto, opset: int) -> None:
@@ -77,7 +61,7 @@ def _refuse(node: NodeProto, reason: str) -> NoReturn:
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-def _axes_to_attribute(graph: _Graph, node: NodeProto) -> None:
+def _axes_to_attribute(graph: OnnxGraph, node: NodeProto) -> None:
     """Reductions: make the axes an attribute, as before opset 18."""
     keeps_all = bool(attribute_value(node, "noop_with_empty_axes", 0))
     graph.drop_attribute(node, "noop_with_empty_axes")
@@ -93,18 +77,18 @@ def _axes_to_attribute(graph: _Graph, node: NodeProto) -> None:
     graph.set_attribute(node, "axes", [int(axis) for axis in axes.reshape(-1)])
 
 
-def _equal_split(graph: _Graph, node: NodeProto) -> None:
+def _equal_split(graph: OnnxGraph, node: NodeProto) -> None:
     """Split: remove ``num_outputs`` (opset 18); without sizes, Split makes equal parts, one per output."""
     graph.drop_attribute(node, "num_outputs")
     if len(node.input) > 1 and node.input[1]:
         return
     axis = int(attribute_value(node, "axis", 0))
-    sizes = {graph.static_size(name, axis) for name in node.output}
+    sizes = {graph.dimension(name, axis) for name in node.output}
     if len(sizes) != 1 or None in sizes:
         _refuse(node, f"it makes {len(node.output)} parts that are not known to be equal")
 
 
-def _plain_resize(graph: _Graph, node: NodeProto) -> None:
+def _plain_resize(graph: OnnxGraph, node: NodeProto) -> None:
     """Resize: remove the settings of opset 18; values other than the defaults are rejected."""
     for name, default in (("antialias", 0), ("axes", None), ("keep_aspect_ratio_policy", "stretch")):
         value = attribute_value(node, name, default)
@@ -113,14 +97,14 @@ def _plain_resize(graph: _Graph, node: NodeProto) -> None:
         graph.drop_attribute(node, name)
 
 
-def _known_reduction(_: _Graph, node: NodeProto) -> None:
+def _known_reduction(_: OnnxGraph, node: NodeProto) -> None:
     """ScatterElements, ScatterND: reject max and min, which exist from opset 18."""
     reduction = attribute_value(node, "reduction", "none")
     if reduction in ("max", "min"):
         _refuse(node, f'it has reduction="{reduction}"')
 
 
-def _padded_axes(graph: _Graph, node: NodeProto) -> None:
+def _padded_axes(graph: OnnxGraph, node: NodeProto) -> None:
     """Pad: list every axis, as before opset 18."""
     if len(node.input) < 4 or not node.input[3]:
         return
@@ -136,7 +120,7 @@ def _padded_axes(graph: _Graph, node: NodeProto) -> None:
     del node.input[3:]
 
 
-def _wrapped_pad(graph: _Graph, node: NodeProto) -> None:
+def _wrapped_pad(graph: OnnxGraph, node: NodeProto) -> None:
     """Pad with mode wrap (opset 19): concatenate the opposite ends to the tensor, axis by axis."""
     if attribute_value(node, "mode", "constant") != "wrap":
         return
@@ -160,7 +144,7 @@ def _wrapped_pad(graph: _Graph, node: NodeProto) -> None:
         tensor = graph.add_node("Concat", graph.fresh_name(f"{node.name}_wrap"), parts, outputs, axis=axis)
 
 
-def _slice(graph: _Graph, node: NodeProto, tensor: str, axis: int, ends: tuple[int, int]) -> str:
+def _slice(graph: OnnxGraph, node: NodeProto, tensor: str, axis: int, ends: tuple[int, int]) -> str:
     name = graph.fresh_name(f"{node.name}_end")
     limits = [
         graph.add_initializer(f"{name}.{part}", np.array([value], dtype=np.int64))
@@ -169,7 +153,7 @@ def _slice(graph: _Graph, node: NodeProto, tensor: str, axis: int, ends: tuple[i
     return graph.add_node("Slice", name, [tensor, *limits])
 
 
-def _spelled_out_mish(graph: _Graph, node: NodeProto) -> None:
+def _spelled_out_mish(graph: OnnxGraph, node: NodeProto) -> None:
     """Mish (opset 18): x · tanh(softplus(x))."""
     graph.remove_node(node)
     soft = graph.add_node("Softplus", graph.fresh_name(f"{node.name}_softplus"), [node.input[0]])
@@ -177,7 +161,7 @@ def _spelled_out_mish(graph: _Graph, node: NodeProto) -> None:
     graph.add_node("Mul", graph.fresh_name(f"{node.name}_mul"), [node.input[0], gate], list(node.output))
 
 
-def _spelled_out_layer_norm(graph: _Graph, node: NodeProto) -> None:
+def _spelled_out_layer_norm(graph: OnnxGraph, node: NodeProto) -> None:
     """LayerNormalization (opset 17): (x - mean) / sqrt(variance + epsilon) · scale + bias, in float32."""
     if any(node.output[1:]):
         _refuse(node, "its mean or deviation is used")
@@ -205,7 +189,7 @@ def _spelled_out_layer_norm(graph: _Graph, node: NodeProto) -> None:
         add("Mul", result, node.input[1], outputs=[node.output[0]])
 
 
-Rule = Callable[[_Graph, "NodeProto"], None]
+Rule = Callable[[OnnxGraph, "NodeProto"], None]
 _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
 _RULES: Mapping[str, tuple[tuple[int, Rule], ...]] = MappingProxyType(
     {

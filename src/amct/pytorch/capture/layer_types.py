@@ -126,7 +126,6 @@ def layer_facts(
     return LayerFacts(
         name=name,
         type=kind,
-        class_name=type(module).__name__,
         in_channels=inputs,
         out_channels=outputs,
         groups=getattr(module, "groups", 1),

@@ -22,9 +22,8 @@ from amct.errors import ExportError
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer import further_node
 from amct.export.onnx.layer_lookup import LayerBinding
-from amct.export.onnx.messages import model_opset
+from amct.export.onnx.messages import check_valid, model_opset
 from amct.export.onnx.rewrites import lower_opset, with_explicit_pool_padding, with_separate_zeros
-from amct.export.onnx.writer import check_valid
 from amct.export.request import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE, LayerKind
 from amct.model.operators import WITH_BIAS

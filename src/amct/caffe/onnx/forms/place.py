@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from amct.export.onnx.writer import GraphWriter
+    from amct.export.onnx.messages import GraphWriter
 
 
 Dims: TypeAlias = tuple[int | None, ...]

@@ -21,8 +21,7 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from amct.export.onnx.messages import new_node
-from amct.export.onnx.writer import GraphWriter
+from amct.export.onnx.messages import GraphWriter, new_node
 from amct.pytorch.user_model import as_array
 
 if TYPE_CHECKING:

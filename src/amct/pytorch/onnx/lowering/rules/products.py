@@ -10,6 +10,7 @@ import torch
 from amct.errors import ExportError
 from amct.model.kinds import LayerKind
 from amct.numerics.arq import reorder_gates
+from amct.pytorch.onnx.lowering.rules.layers import transposed
 from amct.pytorch.onnx.lowering.rules.shaping import expanded_to
 from amct.pytorch.onnx.lowering.writer import NotLoweredError, Value, Writer, broadcast, is_static, rule
 
@@ -17,24 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.pytorch.onnx.lowering.writer import Number
-
-
-@rule("linear")
-def linear(to: Writer, x: Value, weight: Value, bias: Value | None = None) -> Value:
-    """Gemm for a matrix; MatMul with the transposed weight, and Add, otherwise."""
-    if x.rank == 2:
-        return to.add("Gemm", x, weight, bias, transB=1)
-    product = to.add("MatMul", x, transposed(to, weight))
-    return product if bias is None else to.binary("Add", product, bias)
-
-
-def transposed(to: Writer, x: Value) -> Value:
-    """The last two axes exchanged; of a small constant at once."""
-    if x.rank < 2:
-        return x
-    if x.constant is not None:
-        return to.constant(x.constant.transpose(-1, -2).contiguous())
-    return to.transpose(x, [*range(x.rank - 2), x.rank - 1, x.rank - 2])
 
 
 @rule("mm", "bmm", mat2="other")

@@ -1,4 +1,4 @@
-"""Rules of convolutions, poolings, paddings and resizings."""
+"""Rules of layers: convolutions, linear layers, poolings, paddings and resizings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amct.pytorch.onnx.lowering.rules.products import transposed
 from amct.pytorch.onnx.lowering.writer import NotLoweredError, Size, is_static, rule, static
 
 if TYPE_CHECKING:
@@ -96,6 +95,24 @@ def _convolved(to: Writer, operator: str, x: Value, weight: Value, bias: Value |
         return to.add(operator, x, weight, bias, **settings)
     found = to.add(operator, to.unsqueeze(x, [0]), weight, bias, shape=[1, *to.shape], **settings)
     return to.squeeze(found, [0])
+
+
+@rule("linear")
+def linear(to: Writer, x: Value, weight: Value, bias: Value | None = None) -> Value:
+    """Gemm for a matrix; MatMul with the transposed weight, and Add, otherwise."""
+    if x.rank == 2:
+        return to.add("Gemm", x, weight, bias, transB=1)
+    product = to.add("MatMul", x, transposed(to, weight))
+    return product if bias is None else to.binary("Add", product, bias)
+
+
+def transposed(to: Writer, x: Value) -> Value:
+    """The last two axes exchanged; of a small constant at once."""
+    if x.rank < 2:
+        return x
+    if x.constant is not None:
+        return to.constant(x.constant.transpose(-1, -2).contiguous())
+    return to.transpose(x, [*range(x.rank - 2), x.rank - 1, x.rank - 2])
 
 
 def _pooled_axes(operator: str) -> int:
