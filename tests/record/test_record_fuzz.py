@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from amct.errors import RecordParseError
 from amct.record import (
-    Attribute,
     CaffeLayerRecord,
     CaffeRecord,
     DataFactors,
@@ -28,6 +27,7 @@ from amct.record import (
     read_caffe_record,
     read_record,
 )
+from amct.record.prune import Attribute
 
 floats = st.floats(width=32, allow_nan=False)
 int32 = st.integers(-(2**31), 2**31 - 1)

@@ -9,18 +9,15 @@ from hypothesis import strategies as st
 
 from amct.errors import RecordError, RecordParseError
 from amct.record import (
-    Attribute,
     PruneNode,
     PruneRecord,
     Record,
     encode_record,
     format_record,
-    onnx_type,
-    pack_mask,
     parse_record,
     read_record,
-    unpack_mask,
 )
+from amct.record.prune import Attribute, onnx_type, pack_mask, unpack_mask
 
 ATTRIBUTES = (
     Attribute(name="undefined", type="UNDEFINED", value=None),

@@ -8,7 +8,6 @@ import pytest
 
 from amct.errors import RecordError, RecordValueError
 from amct.record import (
-    Attribute,
     CaffeLayerRecord,
     CaffeRecord,
     DataFactors,
@@ -25,6 +24,7 @@ from amct.record import (
     read_record,
     validate_record,
 )
+from amct.record.prune import Attribute
 
 LAYERS = (
     RecordLayer(name="conv1", type="Conv2d", cout=4, cin=3),

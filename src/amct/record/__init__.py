@@ -25,7 +25,7 @@ from amct.record.files import (
     read_record,
     write_record,
 )
-from amct.record.prune import Attribute, PruneNode, PruneRecord, onnx_type, pack_mask, unpack_mask
+from amct.record.prune import PruneNode, PruneRecord
 from amct.record.records import (
     AnyRecord,
     CaffeLayerRecord,
@@ -50,7 +50,6 @@ from amct.record.validate import Progress, RecordLayer, normalize_record, valida
 
 __all__ = [
     "AnyRecord",
-    "Attribute",
     "CaffeLayerRecord",
     "CaffeRecord",
     "DataFactors",
@@ -70,8 +69,6 @@ __all__ = [
     "encode_record",
     "format_record",
     "normalize_record",
-    "onnx_type",
-    "pack_mask",
     "parse_caffe_record",
     "parse_record",
     "plain_difference",
@@ -79,7 +76,6 @@ __all__ = [
     "read_any_record",
     "read_caffe_record",
     "read_record",
-    "unpack_mask",
     "update",
     "update_inputs",
     "validate_record",

@@ -14,7 +14,7 @@ from prune_nets import filters, masks, retrain_net
 from torch import nn
 
 import amct_pytorch
-from amct.pytorch.pruning.measuring import measure_inputs
+from amct.pytorch.pruning.compensation import measure_inputs
 from amct.record import read_record
 
 HERE = Path(__file__).parent

@@ -12,9 +12,8 @@ from amct.errors import ModelError, RecordError
 from amct.model import Skip
 from amct.numerics.settings import SelectivePruneSettings
 from amct.pytorch.pruning.amct_chains import chain_skips, chosen_chains, find_chains, remaining_count
-from amct.pytorch.pruning.compensation import compensate
+from amct.pytorch.pruning.compensation import compensate, measure_inputs
 from amct.pytorch.pruning.cutting import cut_channels
-from amct.pytorch.pruning.measuring import measure_inputs
 from amct.pytorch.pruning.sparse import make_sparse, mask_records, put_masks, sparse_refusal
 from amct.pytorch.user_model import copy_model
 

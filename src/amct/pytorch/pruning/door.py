@@ -15,10 +15,10 @@ from amct.numerics.settings import FilterPruneSettings, SelectivePruneSettings
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.inputs import IoOptions, torch_batches
 from amct.pytorch.pruning.amct_chains import prunable_layers
+from amct.pytorch.pruning.compensation import refresh_batch_norms
 from amct.pytorch.pruning.compression import apply_plan
 from amct.pytorch.pruning.cutting import channel_counts, cut_channels
 from amct.pytorch.pruning.full_reach import Pruned, Wanted, prune_fully
-from amct.pytorch.pruning.measuring import refresh_batch_norms
 from amct.pytorch.pruning.propagation import map_channels
 from amct.pytorch.pruning.pruned_model import PrunedModel
 from amct.pytorch.pruning.removal import Removal, cost_of

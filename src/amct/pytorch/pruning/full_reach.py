@@ -16,9 +16,8 @@ from amct.errors import ModelError
 from amct.model import Skip
 from amct.pytorch.capture.program import CaptureFailure, capture
 from amct.pytorch.capture.program_reader import read_program
-from amct.pytorch.pruning.compensation import compensate, ranked_by_data
+from amct.pytorch.pruning.compensation import compensate, measure_inputs, ranked_by_data
 from amct.pytorch.pruning.cutting import chain_records, cut_channels
-from amct.pytorch.pruning.measuring import measure_inputs
 from amct.pytorch.pruning.propagation import map_channels
 from amct.pytorch.pruning.removal import Removal, cost_of
 from amct.pytorch.pruning.selection import Cell, choose, find_cells
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from amct.pytorch.inputs import ExampleInputs
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.pruning.channels import ChannelMap
-    from amct.pytorch.pruning.measuring import InputMoments
+    from amct.pytorch.pruning.compensation import InputMoments
     from amct.record import PruneRecord
 
 
