@@ -62,13 +62,13 @@ def example_inputs(model: nn.Module, input_data: object) -> ExampleInputs:
             f"input_data: expected a tensor, or a tuple or dict of tensors, got {_described(input_data)}; "
             "pass one example input of the model (torch.from_numpy turns an array into a tensor)"
         )
-    problem = _binding_problem(model, args, kwargs)
+    problem, signature = _binding_problem(model, args, kwargs), inspect.signature(model.forward)
     if problem:
         raise ModelError(
-            f"input_data does not fit {type(model).__name__}.forward{_signature_text(model)}: {problem}; "
+            f"input_data does not fit {type(model).__name__}.forward{signature}: {problem}; "
             "pass a tensor, a tuple of positional arguments, or a dict of keyword arguments"
         )
-    kwargs = _in_signature_order(model, kwargs)
+    kwargs = {name: kwargs[name] for name in dict.fromkeys([*signature.parameters, *kwargs]) if name in kwargs}
     return ExampleInputs(args=args, kwargs=kwargs, names=_tensor_names(model, args, kwargs))
 
 
@@ -113,15 +113,6 @@ def _binding_problem(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[An
     return None
 
 
-def _in_signature_order(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    order = [name for name in inspect.signature(model.forward).parameters if name in kwargs]
-    return {name: kwargs[name] for name in dict.fromkeys([*order, *kwargs])}
-
-
-def _signature_text(model: nn.Module) -> str:
-    return str(inspect.signature(model.forward))
-
-
 def _described(data: object) -> str:
     if isinstance(data, (tuple, list)):
         return f"a {type(data).__name__} of {', '.join(type(item).__name__ for item in data) or 'nothing'}"
@@ -163,7 +154,8 @@ def _without_labels(model: nn.Module, batch: object) -> object:
             bound = signature.bind(*batch[:count])
         except TypeError:
             continue
-        if count > 1 and _is_label(batch[0], batch[count - 1]) and _is_optional(signature, list(bound.arguments)[-1]):
+        last = signature.parameters[list(bound.arguments)[-1]]
+        if count > 1 and _is_label(batch[0], batch[count - 1]) and last.default is not inspect.Parameter.empty:
             count -= 1
         return tuple(batch[:count])
     return batch  # the error message lists the forward's parameters
@@ -174,10 +166,6 @@ def _is_label(first: object, last: object) -> bool:
     if not isinstance(first, torch.Tensor) or not isinstance(last, torch.Tensor) or first.ndim == 0:
         return False
     return not last.is_floating_point() and last.ndim == 1 and last.shape[0] == first.shape[0]
-
-
-def _is_optional(signature: inspect.Signature, name: str) -> bool:
-    return signature.parameters[name].default is not inspect.Parameter.empty
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

@@ -80,8 +80,9 @@ def cached_trace(
     with_layers = find_functional_layers(plain, inputs, stored=stored_weights) if all_layers else plain
 
     def key_of(traced: Traced) -> object | None:
-        found = _key(model, inputs, io_names, with_values=_needs_values(model, traced))
-        return None if found is None else (found, all_layers, stored_weights, _sources(with_layers))
+        # Values decide where control flow depends on them, or torch computes weights from others.
+        found = _key(model, inputs, io_names, with_values=traced.program is None or is_parametrized(model))
+        return None if found is None else (found, all_layers, stored_weights, functional_layers(with_layers))
 
     with _lock:
         cached = _cache.get(model)
@@ -106,24 +107,12 @@ def _trace_with_layers(model: nn.Module, input_data: object, io: IoOptions | Non
     That is so in a module that calls all its children and uses its own parameters in functional calls as well.
     """
     layers = functional_layers(model)
-    assert layers is not None
     try:
         traced = trace(model, input_data, io=io, repeated_layers=True)
     except ModelError:
         return None
     found = {name: traced.layers[name].calls for name in layers.sources if name in traced.layers}
     return None if any(calls > layers.sources[name].calls for name, calls in found.items()) else traced
-
-
-def _sources(model: nn.Module) -> object:
-    """What the functional layers of a model are made of, without values."""
-    layers = functional_layers(model)
-    return (layers.sources, layers.problems) if layers is not None else None
-
-
-def _needs_values(model: nn.Module, traced: Traced) -> bool:
-    """Whether the trace depends on values: of control flow, or of weights that torch computes from others."""
-    return traced.program is None or is_parametrized(model)
 
 
 def _key(model: nn.Module, inputs: ExampleInputs, names: IoNames, *, with_values: bool) -> object | None:

@@ -102,6 +102,9 @@ class FunctionalLayers:
         }
 
 
+_NO_LAYERS = FunctionalLayers(sources={}, problems=())
+
+
 def child_path(name: str) -> str:
     """The path of the child that computes a layer; the part in brackets has no points."""
     owner, point, last = name.rpartition(".")
@@ -163,11 +166,11 @@ def with_functional_layers(
     return duplicate
 
 
-def take_functional_layers(model: nn.Module) -> FunctionalLayers | None:
+def take_functional_layers(model: nn.Module) -> FunctionalLayers:
     """Take the functional layers out of a copy again, in place: its functions compute as the user wrote them."""
     layers = functional_layers(model)
-    if layers is None:
-        return None
+    if layers is _NO_LAYERS:
+        return layers
     for name in layers.sources:
         owner, _, child = child_path(name).rpartition(".")
         module = model.get_submodule(owner)
@@ -184,11 +187,9 @@ def take_functional_layers(model: nn.Module) -> FunctionalLayers | None:
 
 def _redirected_forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """The forward of a copied model, with functional calls passed on to its layers."""
-    layers = functional_layers(model)
-    assert layers is not None
     before, _state.running = _running(), []
     try:
-        with FunctionMode(_Redirection(model, layers), opens_attention=True):
+        with FunctionMode(_Redirection(model, functional_layers(model)), opens_attention=True):
             return forward(*args, **kwargs)
     finally:
         _state.running = before
@@ -246,10 +247,9 @@ class _Redirection:
 # -- layers by name ----------------------------------------------------------------------------------------------------
 
 
-def functional_layers(model: nn.Module) -> FunctionalLayers | None:
-    """The functional layers of a model; None if it has none."""
-    found = vars(model).get(_LAYERS)
-    return found if isinstance(found, FunctionalLayers) else None
+def functional_layers(model: nn.Module) -> FunctionalLayers:
+    """The functional layers of a model; empty if it has none."""
+    return vars(model).get(_LAYERS, _NO_LAYERS)  # type: ignore[no-any-return]
 
 
 def layer_name(path: str) -> str:
@@ -263,8 +263,7 @@ def layer_module(model: nn.Module, name: str) -> nn.Module:
     Raises:
         AttributeError: there is none.
     """
-    layers = functional_layers(model)
-    return model.get_submodule(child_path(name) if layers is not None and name in layers.sources else name)
+    return model.get_submodule(child_path(name) if name in functional_layers(model).sources else name)
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

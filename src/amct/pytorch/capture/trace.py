@@ -305,7 +305,7 @@ def _sharing(model: nn.Module) -> dict[int, list[str]]:
 
 def _functional_skips(found: ProgramGraph, model: nn.Module) -> Iterator[Skip]:
     """Weighted operations in the user's own forward; those in a torch.nn module are reported as that module."""
-    reported = {skip.layer.partition("[")[0] for skip in _functional_problems(model)}
+    reported = {skip.layer.partition("[")[0] for skip in functional_layers(model).problems}
     for operation in found.functional:
         if any(value.parameter in reported for value in operation.operands):
             continue
@@ -323,7 +323,7 @@ def _functional_skips(found: ProgramGraph, model: nn.Module) -> Iterator[Skip]:
 
 def _other_skips(model: nn.Module) -> Iterator[Skip]:
     """Modules of torch.nn with parameters but without a quantized form; folding reports batch norms."""
-    yield from _functional_problems(model)
+    yield from functional_layers(model).problems
     used = _used_by_functional_layers(model)
     for name, module in named_layers(model):
         if name in used:
@@ -352,16 +352,10 @@ def _module_types(model: nn.Module) -> dict[str, str]:
     return {name: type_name(module) for name, module in named_layers(model)}
 
 
-def _functional_problems(model: nn.Module) -> tuple[Skip, ...]:
-    layers = functional_layers(model)
-    return layers.problems if layers is not None else ()
-
-
 def _used_by_functional_layers(model: nn.Module) -> dict[str, str]:
     """The modules whose parameters are functional layers, with these layers in the form of a reason."""
-    layers = functional_layers(model)
     found: dict[str, list[str]] = {}
-    for name, source in layers.sources.items() if layers is not None else ():
+    for name, source in functional_layers(model).sources.items():
         found.setdefault(source.parameter.rpartition(".")[0], []).append(name)
     return {
         owner: f"functional calls use its parameters; name the layer {' or '.join(names)}"

@@ -221,8 +221,7 @@ class _Place:
 
 
 def _places(preparation: TorchPreparation, watch: TensorWatch) -> Iterator[_Place]:
-    layers = functional_layers(preparation.traced.model)
-    functional = frozenset(layers.sources) if layers is not None else frozenset()
+    functional = functional_layers(preparation.traced.model).sources
     norms = preparation.fused.fusions
     for number, name in watch.inputs.items():
         yield _Place(name, "", input_name(number))

@@ -172,12 +172,9 @@ def build(traced: Traced, plan: RetrainPlan, *, weight_bits: Mapping[int, int] |
 
 def _functional_calls(model: nn.Module, chosen: Collection[str]) -> dict[str, QuantizedCall]:
     """Give a copied model the modules that will quantize its functional calls; by layer."""
-    layers = take_functional_layers(model)
-    if layers is None:
-        return {}
     made: dict[str, QuantizedCall] = {}
     known: dict[str, dict[str, tuple[Any, ...]]] = {}
-    for name, source in layers.sources.items():
+    for name, source in take_functional_layers(model).sources.items():
         path = child_path(name)
         holder, _, child = path.rpartition(".")
         owner, _, parameter = source.parameter.rpartition(".")

@@ -143,11 +143,11 @@ def remove_operations(model: nn.Module) -> None:
 
 def has_operations(model: nn.Module) -> bool:
     """Whether the forward of a whole model needs quantizers behind its operations."""
-    return _has_quantizers(model) or _CALLS in vars(model) or any(map(_is_instrumented, model.children()))
-
-
-def _is_instrumented(module: nn.Module) -> bool:
-    return isinstance(module, Instrumented)
+    return (
+        _has_quantizers(model)
+        or _CALLS in vars(model)
+        or any(isinstance(child, Instrumented) for child in model.children())
+    )
 
 
 @contextmanager
