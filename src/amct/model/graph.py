@@ -224,11 +224,11 @@ def find_fusions(
     for head in graph:
         if head.op not in pattern.heads:
             continue
-        folded, refusal = _fold_after(graph, head, pattern.stages, skip, refuse)
-        if refusal:
-            skips[refusal.layer] = refusal
+        folded, refused = _foldable(head, pattern.stages, graph.sole_consumer, skip, refuse)
+        if refused:
+            skips[refused.layer] = refused
         if folded:
-            fusions.append(Fusion(head=head, folded=folded))
+            fusions.append(Fusion(head=head, folded=tuple(folded)))
             taken.update(node.name for node in folded)
     for node in graph:
         if node.op in pattern.foldable and node.name not in taken and node.name not in skips:
@@ -236,21 +236,24 @@ def find_fusions(
     return tuple(fusions), tuple(skips.values())
 
 
-def _fold_after(
-    graph: Graph, head: Node, stages: Sequence[frozenset[str]], skip: Collection[str], refuse: Refusal | None
-) -> tuple[tuple[Node, ...], Skip | None]:
+def _foldable(
+    head: Node,
+    stages: Iterable[frozenset[str]],
+    next_to: Callable[[Node], Node | None],
+    skip: Collection[str],
+    refuse: Refusal | None,
+) -> tuple[list[Node], Skip | None]:
+    """The nodes next to a head that can be folded into it, from the head on, and the one that is refused."""
     folded: list[Node] = []
-    last = head
     for stage in stages:
-        candidate = graph.sole_consumer(last)
+        candidate = next_to(folded[-1] if folded else head)
         if candidate is None or candidate.op not in stage:
             continue
         reason = _reason_against(head, candidate, skip, refuse)
         if reason:
-            return tuple(folded), Skip(candidate.name, f'not folded into "{head.name}": {reason}')
+            return folded, Skip(candidate.name, f'not folded into "{head.name}": {reason}')
         folded.append(candidate)
-        last = candidate
-    return tuple(folded), None
+    return folded, None
 
 
 def _reason_against(head: Node, candidate: Node, skip: Collection[str], refuse: Refusal | None) -> str | None:
@@ -287,23 +290,16 @@ def find_leading_fusions(
     The stages must appear in their order directly before the head; ``Fusion.folded`` is in execution order. Only folds
     that ``refuse`` or ``skip`` prevent are reported; foldable nodes without a head behind them are not.
     """
+
+    def before(node: Node) -> Node | None:
+        found = graph.predecessors(node)
+        return found[0] if len(found) == 1 and graph.sole_consumer(found[0]) is node else None
+
     fusions: list[Fusion] = []
     skips: list[Skip] = []
-    for head in graph:
-        if head.op not in pattern.heads:
-            continue
-        folded: list[Node] = []
-        following = head
-        for stage in reversed(pattern.stages):
-            before = graph.predecessors(following)
-            if len(before) != 1 or before[0].op not in stage or graph.sole_consumer(before[0]) is not following:
-                continue
-            reason = _reason_against(head, before[0], skip, refuse)
-            if reason:
-                skips.append(Skip(before[0].name, f'not folded into "{head.name}": {reason}'))
-                break
-            folded.insert(0, before[0])
-            following = before[0]
+    for head in [node for node in graph if node.op in pattern.heads]:
+        folded, refused = _foldable(head, pattern.stages[::-1], before, skip, refuse)
+        skips += [refused] if refused else []
         if folded:
-            fusions.append(Fusion(head=head, folded=tuple(folded)))
+            fusions.append(Fusion(head=head, folded=tuple(folded[::-1])))
     return tuple(fusions), tuple(skips)
