@@ -7,8 +7,11 @@ import torch
 from amct.caffe.engine.layers.weighted import Convolution, Deconvolution, InnerProduct
 from amct.caffe.engine.net import Net
 from amct.caffe.model import read_model
+from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
+from amct.caffe.onnx.quant import export_net
 from amct.caffe.ptq.folding import fuse
 from amct.config.layers import CAFFE_TYPES
+from amct.export.request import ExportOptions
 from amct.numerics.affine import fake_quantize
 from amct.numerics.arq import WeightKind, arq, fake_quantize_weight
 from amct.numerics.observer import MinMaxObserver
@@ -25,6 +28,10 @@ def fused_net(prototxt, caffemodel):
         for blob, tensor in zip(layer.blobs, model.weights.get(layer.name, []), strict=True):
             blob.set_tensor(tensor.float().reshape(blob.shape).contiguous())
     return net
+
+
+def quantized_onnx(net, record, tensors=None, *, opset=DEFAULT_OPSET, **options):
+    return export_net("qdq", float_onnx(net, opset=opset), record, tensors, ExportOptions(**options))
 
 
 def weight_kind(layer):

@@ -9,12 +9,13 @@ import onnxruntime
 import pytest
 import torch
 from caffe_cases import NET_CASES
-from onnx_records import Ranges, fake_quantized_outputs, fused_net
+from onnx_records import Ranges, fake_quantized_outputs, fused_net, quantized_onnx
 from onnx_running import feed, session
 
 from amct.caffe.engine.messages import parse_message
 from amct.caffe.engine.net import Net
-from amct.caffe.onnx.quant import quantized_onnx, tensors_to_observe
+from amct.caffe.onnx.graph import float_onnx
+from amct.caffe.onnx.quant import tensors_to_observe
 from amct.errors import ArgumentError, RecordError
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 from integer_kernels import count_integer_kernels
@@ -70,7 +71,7 @@ def fed(net, seed=3):
 
 
 def observed(net, types=None):
-    ranges = Ranges(net, tensors_to_observe(net), types)
+    ranges = Ranges(net, tensors_to_observe(float_onnx(net)), types)
     feeds = fed(net)
     ranges.observe()
     return ranges, feeds
@@ -157,11 +158,11 @@ def test_without_observed_tensors_it_is_exact():
 def test_observed_tensors_are_blobs_that_are_not_layer_inputs_alone():
     (case,) = [case for case in NETS if case.name == "mini_resnet"]
     net = fused_net(case.stem.with_suffix(".prototxt"), case.stem.with_suffix(".caffemodel"))
-    names = tensors_to_observe(net)
+    names = tensors_to_observe(float_onnx(net))
     assert names
     assert set(names) <= set(net.graph.blob_names)
     weighted = [layer.name for layer in net.layers if layer.type in ("Convolution", "InnerProduct")]
-    assert tensors_to_observe(net, weighted[:1], other_bits=weighted[:1]) == ()
+    assert tensors_to_observe(float_onnx(net), weighted[:1], other_bits=weighted[:1]) == ()
 
 
 def test_record_beats_observed_tensors():

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 import pytest
-from onnx_records import Ranges, fused_net
+from onnx_records import Ranges, fused_net, quantized_onnx
 from onnx_running import feed, run, session
 from PIL import Image
 
 from amct.caffe.engine.net import Net
 from amct.caffe.onnx.graph import float_onnx
-from amct.caffe.onnx.quant import quantized_onnx, tensors_to_observe
+from amct.caffe.onnx.quant import tensors_to_observe
 from integer_kernels import count_integer_kernels
 
 pytestmark = pytest.mark.assets
@@ -105,7 +105,7 @@ def test_qdq_runs_in_integers_and_is_near_to_float(model, size, convert, cosine,
     net = fused_net(*model.files(assets))
     batch = pictures(assets, 12, size, convert)
     calibration, test = batch[:8], batch[8:]
-    ranges = Ranges(net, tensors_to_observe(net))
+    ranges = Ranges(net, tensors_to_observe(float_onnx(net)))
     for part in (calibration[:4], calibration[4:]):
         feed(net, {"data": part})
         net.forward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from amct import log
@@ -19,7 +20,7 @@ from amct.caffe.model import (
     run_net,
     sample_count,
 )
-from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
+from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.caffe.onnx.quant import qdq_observers
 from amct.caffe.prototxt import layer_infos
 from amct.caffe.ptq.equalization import divide_channels, find_factors
@@ -31,7 +32,8 @@ from amct.calibration import ALONE
 from amct.calibration.streams import complete_caffe_record
 from amct.config.ptq.caffe import CAFFE
 from amct.config.python_config import plan_of
-from amct.errors import ConfigError
+from amct.errors import ConfigError, ExportError
+from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.runtime import as_tensor
 from amct.model import Skip
 from amct.pipeline import flow
@@ -150,7 +152,7 @@ class CaffePreparation:
     def start_calibration(self, ranks: Ranks = ALONE) -> Calibration:
         """Start a calibration by the IFMR layers of a copy of the net."""
         graph = self.graph
-        calibration = start_calibration(graph, qdq_observers(graph.model.build(), graph.plans()), ranks)
+        calibration = start_calibration(graph, qdq_observers(self.onnx_form, graph.plans()), ranks)
 
         def run(batches: Iterable[Batch]) -> None:
             for batch in batches:
@@ -159,6 +161,14 @@ class CaffePreparation:
                 calibration.forward()
 
         return Calibration(session=calibration.session, run=run)
+
+    @cached_property
+    def onnx_form(self) -> NetOnnx | ExportError:
+        """The folded float net as ONNX in the default opset, or the error that prevents it."""
+        try:
+            return float_onnx(self.graph.model.build(), kept=KeptWeights())
+        except ExportError as error:
+            return error
 
     def complete_record(self, result: CalibrationResult) -> CaffeRecord:
         """The final factors; a weight scale may have been increased so that the bias fits int32."""
@@ -231,7 +241,8 @@ class CaffePreparation:
     ) -> CaffeFiles:
         """The model as files."""
         notes = SaveNotes.of(self.graph)
-        return CaffeFiles(request, self._finished(record), notes, tensors=tensors, reference=reference)
+        form = None if isinstance(self.onnx_form, ExportError) else self.onnx_form
+        return CaffeFiles(request, self._finished(record), notes, tensors=tensors, reference=reference, form=form)
 
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded net as ONNX."""

@@ -73,6 +73,8 @@ class NetOnnx:
         bottoms: The tensors that each layer reads, by bottom.
         sources: The source of each activation; tensors inside a layer's form are not listed.
         notes: Notes for the user: where the file ends, which layers behave differently.
+        net: The net.
+        kept: The large weights to which the model refers; None: they are in its message.
     """
 
     model: ModelProto
@@ -80,6 +82,8 @@ class NetOnnx:
     bottoms: Mapping[str, tuple[str, ...]]
     sources: Mapping[str, TensorSource]
     notes: tuple[str, ...]
+    net: Net
+    kept: KeptWeights | None = None
 
 
 def float_onnx(
@@ -196,6 +200,8 @@ class _Export:
             bottoms=bottoms,
             sources=sources,
             notes=(*self.notes, *self.writer.notes),
+            net=self.net,
+            kept=self.kept,
         )
 
     # -- layers ----------------------------------------------------------------------------------------------------

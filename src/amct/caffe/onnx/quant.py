@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from amct.caffe.model import FEEDFORWARD_TYPES
-from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.errors import ExportError, RecordError, did_you_mean
 from amct.export.formats import ExportedModel, ExportRequest, export
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.onnx.kept_weights import KeptWeights, owner_of
+from amct.export.onnx.kept_weights import owner_of
 from amct.export.onnx.layer_lookup import LayerBinding
-from amct.export.qdq.exporter import plan_tensors, qdq_model
+from amct.export.qdq.exporter import plan_tensors
 from amct.export.qdq.nodes import QdqNodes
 from amct.export.request import ExportOptions, Placement, Target
 from amct.model import Skip
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from amct.caffe.engine.layer import Layer
-    from amct.caffe.engine.net import Net
+    from amct.caffe.onnx.graph import NetOnnx
     from amct.config.plan import LayerPlan
     from amct.export.formats import Exported
     from amct.numerics.observer import TensorObserver
@@ -42,103 +41,69 @@ NARROW, WIDE = 8, 16
 _TABLE_BITS = 4
 
 
-def quantized_onnx(  # noqa: PLR0913  placement, target and float_tensors are the options of a user
-    net: Net,
+def export_net(
+    name: str,
+    form: NetOnnx,
     record: CaffeRecord,
     tensors: Mapping[str, Observed] | None = None,
+    options: ExportOptions | None = None,
     *,
-    placement: Placement | str = Placement.FAST,
-    target: Target | str = Target.PORTABLE,
-    opset: int = DEFAULT_OPSET,
-    float_tensors: Collection[str] = (),
     keep_weights: bool = False,
-) -> ExportedModel:
-    """Convert a quantized net to a QDQ model, in memory.
+) -> Exported:
+    """Export a quantized net in a format that works on its float ONNX form.
 
     Args:
-        net: The folded float net of the TEST phase; non-uniform (SNQ) weights must already be quantized in it.
+        name: The name of the format.
+        form: That of the folded float net of the TEST phase; non-uniform (SNQ) weights must already be quantized.
         record: The factors of its layers.
         tensors: Factors of the blobs of ``tensors_to_observe``; None (nothing was observed) means ``exact``.
-        placement: The tensors to quantize: ``fast``, ``exact`` or ``auto``.
-        target: The integer types: ``portable``, ``vnni`` or ``exact8``.
-        opset: 16 to 21; activations of more than 8 bits need 21.
-        float_tensors: Blobs between layers that ``fast`` leaves float.
-        keep_weights: Whether the model may refer to its large weights (``kept_weights.py``).
+        options: Those of the QDQ file.
+        keep_weights: Whether the exported model may refer to its large weights (``kept_weights.py``).
 
     Raises:
         RecordError: The record belongs to another model, or a layer lacks the factors of its input.
-        ArgumentError: The placement, target or opset is unknown.
-        ExportError: A layer has no ONNX form, or its factors do not fit it.
+        ExportError: The factors of a layer do not fit it, or the exporter rejects the model.
     """
-    kept = KeptWeights() if keep_weights else None
-    parts = _Parts.of(net, record, opset, kept)
-    exported = parts.exported
-    observed = None if tensors is None else {**tensors, **parts.tensors()}
-    result = qdq_model(
-        exported.model,
-        parts.bindings,
-        parts.factors,
-        tensors=observed,
-        placement=placement,
-        target=target,
-        float_tensors=float_tensors,
-        kept=kept,
-    )
-    if observed is None or Placement(placement) is Placement.EXACT:
-        result = _with_data_only(result, exported, parts, Target(target))
-    return replace(
-        result,
-        kept=owner_of(result.model),
-        skipped=(*result.skipped, *parts.skipped),
-        notes=(*exported.notes, *result.notes, *parts.notes),
-    )
-
-
-def other_format(
-    name: str,
-    net: Net,
-    record: CaffeRecord,
-    tensors: Mapping[str, Observed],
-    *,
-    options: ExportOptions,
-    opset: int = DEFAULT_OPSET,
-) -> Exported:
-    """Export a quantized net in a registered format that works on the float ONNX model.
-
-    Raises:
-        ExportError: A layer has no ONNX form, or the exporter rejects the model.
-    """
-    kept = KeptWeights()  # owns the weights until the exporter has read them
-    parts = _Parts.of(net, record, opset, kept)
+    parts, chosen = _Parts.of(form, record), options or ExportOptions()
+    is_qdq = name == "qdq"
     request = ExportRequest(
-        model=parts.exported.model, bindings=parts.bindings, factors=parts.factors, tensors=tensors, options=options
+        model=form.model,
+        bindings=parts.bindings,
+        factors=parts.factors,
+        tensors={**tensors, **parts.tensors()} if is_qdq and tensors is not None else tensors,
+        options=chosen,
     )
-    found = export(name, request, keep_weights=True)
-    return replace(found, kept=owner_of(found.model)) if isinstance(found, ExportedModel) else found
+    found = export(name, request, keep_weights=keep_weights)
+    if not isinstance(found, ExportedModel):
+        return found
+    if is_qdq:
+        if tensors is None or chosen.placement == Placement.EXACT.value:
+            found = _with_data_only(found, form, parts, Target(chosen.target))
+        found = replace(
+            found,
+            skipped=(*found.skipped, *parts.skipped),
+            notes=(*form.notes, *found.notes, *parts.notes),
+        )
+    return replace(found, kept=owner_of(found.model))
 
 
 def tensors_to_observe(
-    net: Net, layers: Collection[str] | None = None, *, other_bits: Collection[str] = ()
+    form: NetOnnx, layers: Collection[str] | None = None, *, other_bits: Collection[str] = ()
 ) -> tuple[str, ...]:
     """The blobs between layers whose ranges placement ``fast`` needs, besides the layers' own inputs.
 
     Args:
-        net: The folded float net; blobs that a later layer changes in place are omitted, so make it out-of-place.
+        form: The float ONNX form of the folded net; blobs that a later layer changes in place are omitted.
         layers: The layers to quantize; by default all with weights, and local average poolings.
         other_bits: The quantized layers whose activations are not 8-bit.
-
-    Raises:
-        ExportError: A layer has no ONNX form.
     """
-    kept = KeptWeights()
-    exported = float_onnx(net, kept=kept)
     bindings = []
-    for layer in net.layers:
+    for layer in form.net.layers:
         if layers is None or layer.name in layers:
-            bindings += _bindings(exported, layer)
+            bindings += _bindings(form, layer)
     wide = [binding.layer for binding in bindings if binding.layer in other_bits]
-    wanted = plan_tensors(exported.model, bindings, other_bits=wide).observed
-    return tuple(name for name in wanted if name in exported.sources and exported.sources[name].blob == name)
+    wanted = plan_tensors(form.model, bindings, other_bits=wide).observed
+    return tuple(name for name in wanted if name in form.sources and form.sources[name].blob == name)
 
 
 def _kind(exported: NetOnnx, layer: Layer) -> LayerKind | None:
@@ -170,7 +135,6 @@ class _Parts:
     """The factors of a record, sorted into layers, tensors and skipped layers for the exporter."""
 
     exported: NetOnnx
-    net: Net
     bindings: list[LayerBinding] = field(default_factory=list)
     factors: dict[str, LayerQParams] = field(default_factory=dict)
     data_only: dict[str, list[tuple[str, Observed]]] = field(default_factory=dict)
@@ -179,12 +143,12 @@ class _Parts:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._layers = {layer.name: layer for layer in self.net.layers}
+        self._layers = {layer.name: layer for layer in self.exported.net.layers}
 
     @classmethod
-    def of(cls, net: Net, record: CaffeRecord, opset: int, kept: KeptWeights | None) -> _Parts:
-        """Combine the float ONNX model of a net with the factors of its record."""
-        parts = cls(float_onnx(net, opset=opset, kept=kept), net)
+    def of(cls, form: NetOnnx, record: CaffeRecord) -> _Parts:
+        """Combine the float ONNX form of a net with the factors of its record."""
+        parts = cls(form)
         for name, factors in record.items():
             parts.add(name, factors)
         return parts
@@ -202,7 +166,7 @@ class _Parts:
         layer = self._layers.get(name)
         if layer is None:
             raise RecordError(
-                f'the record has a layer "{name}" that net "{self.net.name}" does not have.'
+                f'the record has a layer "{name}" that net "{self.exported.net.name}" does not have.'
                 f"{did_you_mean(name, self._layers)} Use the record and the fused net of one quantization"
             )
         if name not in self.exported.nodes:
@@ -296,22 +260,24 @@ def types_with_ready_integers(placement: str, target: str) -> tuple[str, ...]:
     return tuple(each for each in FEEDFORWARD_TYPES if KIND_OF_CAFFE_TYPE[each] not in others)
 
 
-def qdq_observers(net: Net, plans: Mapping[str, LayerPlan]) -> dict[str, TensorObserver]:
+def qdq_observers(form: NetOnnx | ExportError, plans: Mapping[str, LayerPlan]) -> dict[str, TensorObserver]:
     """Observers of the blobs that placement ``fast`` quantizes and for which the record has no factors.
 
     Args:
-        net: The folded float net.
+        form: The ONNX form of the folded float net; an error: it has none.
         plans: The layers that will be quantized.
     """
     wide = [name for name, plan in plans.items() if any(each.num_bits != NARROW for each in plan.activations)]
     try:
-        wanted = tensors_to_observe(net, plans, other_bits=wide)
+        if isinstance(form, ExportError):
+            raise form
+        wanted = tensors_to_observe(form, plans, other_bits=wide)
     except ExportError as error:
         logger.debug("nothing is observed for the QDQ file: %s", error)
         return {}
     known = {
         blob
-        for layer in net.layers
+        for layer in form.net.layers
         if layer.name in plans and layer.name not in wide
         for blob in layer.parameter.bottom
     }

@@ -235,13 +235,19 @@ class Results:
     def float_model(self, *, rounded: Collection[str] = ()) -> CaffeModel:
         """The folded float model; weights of the ``rounded`` layer types are quantized and dequantized.
 
-        Clustered weights are always dequantized: their 16 values do not follow from a scale.
+        Clustered weights are always dequantized: their 16 values do not follow from a scale. Where nothing is, it is
+        the folded model itself.
         """
+        changed = [
+            name
+            for name, weights in self._weights.items()
+            if any(weight.clusters is not None for weight in weights.weights) or self._model.layer(name).type in rounded
+        ]
+        if not changed:
+            return self._model
         model = self._model.copy()
-        for name, weights in self._weights.items():
-            clustered = any(weight.clusters is not None for weight in weights.weights)
-            if clustered or model.layer(name).type in rounded:
-                model.weights[name] = real_blobs(weights, model.weights[name])
+        for name in changed:
+            model.weights[name] = real_blobs(self._weights[name], model.weights[name])
         return model
 
     # ------------------------------------------------------------------ deploy

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from amct import log
 from amct.arguments import check_types
 from amct.caffe.model import caffemodel_parts
-from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
-from amct.caffe.onnx.quant import other_format, quantized_onnx, types_with_ready_integers
+from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
+from amct.caffe.onnx.quant import export_net, types_with_ready_integers
 from amct.caffe.ptq.checking import PairCheck, content_digest, reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
@@ -175,6 +175,7 @@ class CaffeFiles:
         reference: What the files are compared with; None: they are not.
         inference: For a net with data layers or losses: its form for ``atc_model.prototxt`` and for the ONNX formats,
             or the reason why there is none.
+        form: The float ONNX form of the folded model, if there is one already.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class CaffeFiles:
         tensors: Mapping[str, Observed] | None = None,
         reference: Reference | None = None,
         inference: Inference | str | None = None,
+        form: NetOnnx | None = None,
     ) -> None:
         pairs = [name for name in PAIRS if name in request.formats]  # one of them may be run as the simulation
         self._with_record = RECORD in request.formats
@@ -200,6 +202,8 @@ class CaffeFiles:
         self._nets: dict[str, QuantizedNet] = {}
         """The pairs without their weights, so that those of one net at a time are in memory."""
         self._digest: bytes | None = None
+        self._form = form
+        self._forms: dict[tuple[str, ...], NetOnnx] = {}
 
     def export(self, name: str) -> Exported | ExportError:
         """A pair, or the net in an ONNX format; an error if it has no ONNX form."""
@@ -240,26 +244,20 @@ class CaffeFiles:
     def _onnx_results(self) -> Results:
         return self._inference.results if isinstance(self._inference, Inference) else self._results
 
-    def _in_onnx(self, name: str, left_float: Collection[str] = ()) -> Exported:
-        results, options = self._onnx_results, self.request.options.without(left_float)
-        if name != "qdq":
-            net = results.float_model().build()
-            return other_format(name, net, results.record, self._tensors, options=options, opset=self._opset)
-        net = results.float_model(rounded=types_with_ready_integers(options.placement, options.target)).build()
-        return quantized_onnx(
-            net,
-            results.record,
-            self._tensors,
-            placement=options.placement,
-            target=options.target,
-            opset=self._opset,
-            float_tensors=options.float_tensors,
-            keep_weights=True,
-        )
+    def _onnx_form(self, rounded: tuple[str, ...] = ()) -> NetOnnx:
+        """The float ONNX form; weights of the ``rounded`` layer types are quantized and dequantized."""
+        if rounded not in self._forms:
+            model = self._onnx_results.float_model(rounded=rounded)
+            opset = DEFAULT_OPSET if self.request.opset is None else self.request.opset
+            given = self._form if opset == DEFAULT_OPSET and model is self._results.folded_model else None
+            self._forms[rounded] = given or float_onnx(model.build(), opset=opset, kept=KeptWeights())
+        return self._forms[rounded]
 
-    @property
-    def _opset(self) -> int:
-        return DEFAULT_OPSET if self.request.opset is None else self.request.opset
+    def _in_onnx(self, name: str, left_float: Collection[str] = ()) -> Exported:
+        options = self.request.options.without(left_float)
+        rounded = types_with_ready_integers(options.placement, options.target) if name == "qdq" else ()
+        form = self._onnx_form(rounded)
+        return export_net(name, form, self._onnx_results.record, self._tensors, options, keep_weights=True)
 
     def _onnx_model(self, name: str, left_float: Collection[str] = ()) -> ExportedModel:
         exported = self._in_onnx(name, left_float)
@@ -274,12 +272,9 @@ class CaffeFiles:
             reference = None if self._pairs is None else self._pairs.simulated()
         if reference is None:
             return None
-        kept = KeptWeights()
-        net = self._onnx_results.float_model().build()
         return OnnxCheck(
             reference=reference,
-            original=float_onnx(net, opset=self._opset, kept=kept).model,
-            kept=kept,
+            original=self._onnx_form().model,
             simulate=lambda: self._onnx_model("fake_quant"),
             export_qdq=lambda left: self._onnx_model("qdq", left),
             tensors=self._tensors,
