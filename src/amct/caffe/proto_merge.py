@@ -214,8 +214,7 @@ def _join_layer_fields(joined: FileDescriptorProto, fields: list[FieldDescriptor
                 if other.number != item.number:
                     yield (
                         f"{LAYER} field {item.name} = {item.number} of the custom proto replaces caffe.proto's "
-                        f"{other.name} = "
-                        f"{other.number}"
+                        f"{other.name} = {other.number}"
                     )
                 break
         layer.field.add().CopyFrom(item)

@@ -282,9 +282,8 @@ def _check_shared_shape(layer: Layer, index: int, owner: LearnableParameter, *, 
         return
     what = "count" if permissive else "shape"
     raise ModelError(
-        f"Cannot share param '{owner.name}' owned by layer '{owner.layer}' with layer '{layer.name}'; {what} "
-        "mismatch.  "
-        f"Owner layer param shape is {shape_text(theirs.shape)}; sharing layer expects shape {shape_text(ours.shape)}"
+        f"Cannot share param '{owner.name}' owned by layer '{owner.layer}' with layer '{layer.name}'; {what} mismatch. "
+        f" Owner layer param shape is {shape_text(theirs.shape)}; sharing layer expects shape {shape_text(ours.shape)}"
     )
 
 

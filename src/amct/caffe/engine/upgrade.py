@@ -140,8 +140,7 @@ def _input_layer(net: ProtoMessage, source: str) -> None:
         if len(dims) != _INPUT_AXES * len(names):
             raise ModelError(
                 f"{source}: {len(names)} input field(s) need {_INPUT_AXES} input_dim each, {_INPUT_AXES * len(names)} "
-                "in all, "
-                f"got {len(dims)}"
+                f"in all, got {len(dims)}"
             )
     if shapes:
         if len(shapes) != len(names):

@@ -42,8 +42,7 @@ ArrayArgument: TypeAlias = Any
 
 _SIGNATURE = (
     "Net(network_file, phase, level=0, stages=None, weights=None) or Net(network_file, weights, phase); in addition to "
-    "Caffe's: "
-    "keep_blobs=True, allow_python=False, runtime=None"
+    "Caffe's: keep_blobs=True, allow_python=False, runtime=None"
 )
 _POSITIONAL = ("network_file", "phase", "level", "stages", "weights")
 _EXTRA = ("keep_blobs", "allow_python", "custom_proto", "runtime")

@@ -62,8 +62,7 @@ class LossLayer(Layer):
         if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= classes):
             raise self.error(
                 f"a label lies outside 0..{classes - 1}: found {int(labels.min())}..{int(labels.max())}. Are there "
-                "fewer outputs than "
-                "classes, or should ignore_label be set?"
+                "fewer outputs than classes, or should ignore_label be set?"
             )
         return labels, counts
 
@@ -289,9 +288,8 @@ class _ClassLoss(LossLayer):
         self.outer, self.inner = count(scores, 0, self.axis), count(scores, self.axis + 1)
         if count(bottoms[1]) != self.outer * self.inner:
             raise self.error(
-                "Number of labels must match number of predictions; e.g., if softmax axis == 1 and prediction shape "
-                "is (N, C, H, W), "
-                f"label count must be N*H*W. Predictions {scores}, labels {bottoms[1]}"
+                "Number of labels must match number of predictions; e.g., if softmax axis == 1 and prediction shape is "
+                f"(N, C, H, W), label count must be N*H*W. Predictions {scores}, labels {bottoms[1]}"
             )
         self.label_shape = scores[: self.axis] + scores[self.axis + 1 :]
 
@@ -424,8 +422,7 @@ class Accuracy(Layer):
         if count(labels) != count(self.positions):
             raise self.error(
                 "Number of labels must match number of predictions; e.g., if label axis == 1 and prediction shape is "
-                "(N, C, H, W), label "
-                f"count must be N*H*W. Predictions {scores}, labels {labels}"
+                f"(N, C, H, W), label count must be N*H*W. Predictions {scores}, labels {labels}"
             )
         return [(), (self.classes,)][: len(self.top_blobs)]
 

@@ -51,8 +51,7 @@ class Recurrent(Layer):
         if len(bottoms) - extra not in (2, 3) or len(self.top_blobs) != 1 + extra:
             raise self.error(
                 f"needs the bottoms x, cont, optionally x_static{f', and {extra} state(s)' if extra else ''}, and has "
-                f"{1 + extra} top(s); got "
-                f"{len(bottoms)} bottoms and {len(self.top_blobs)} tops"
+                f"{1 + extra} top(s); got {len(bottoms)} bottoms and {len(self.top_blobs)} tops"
             )
         self.has_static = len(bottoms) - extra == 3
         self.inputs = count(bottoms[0], 2)

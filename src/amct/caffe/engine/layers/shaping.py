@@ -108,8 +108,7 @@ class Crop(Layer):
         if len(self.offset) not in (0, 1, len(bottoms[0]) - start):
             raise self.error(
                 f"number of offset values specified must be equal to the number of dimensions following axis {start}, "
-                "or one, "
-                f"got {len(self.offset)}"
+                f"or one, got {len(self.offset)}"
             )
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:

@@ -385,8 +385,7 @@ class InnerProduct(FakeQuantized):
         if inputs != self.inputs:
             raise self.error(
                 f"Input size incompatible with inner product parameters: {inputs} values from axis {self.axis} of "
-                f"{bottoms[0]}, "
-                f"the weights expect {self.inputs}"
+                f"{bottoms[0]}, the weights expect {self.inputs}"
             )
         return [(*bottoms[0][: self.axis], self.outputs)]
 
