@@ -12,7 +12,7 @@ import torch
 
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.messages import parse_message
-from amct.caffe.engine.solvers import Action, Solver, read_solver, signal_actions
+from amct.caffe.engine.solvers import Action, EngineSolver, read_solver, signal_actions
 from amct.caffe.pycaffe.proto import caffe_pb2
 from amct.errors import ArgumentTypeError, ConfigError, FileError, ModelError, ParseError
 
@@ -394,10 +394,10 @@ def test_snapshots_that_cannot_be_written():
         solver.snapshot()
     parameter = parse_message(SOLVER, "SolverParameter")
     with pytest.raises(ConfigError, match=r"a snapshot needs snapshot_prefix"):
-        Solver(parameter).snapshot()
+        EngineSolver(parameter).snapshot()
     parameter.snapshot = 3
     with pytest.raises(ConfigError, match=r"snapshot is specified but snapshot_prefix is not"):
-        Solver(parameter)
+        EngineSolver(parameter)
 
 
 def test_the_weights_are_found_beside_the_state(folder, caplog):
@@ -503,12 +503,12 @@ def test_signals_without_effect_stay_as_they_are():
 
 def test_the_engines_solver_needs_no_pycaffe():
     write_solver()
-    solver = Solver(read_solver("sv.prototxt"))
+    solver = EngineSolver(read_solver("sv.prototxt"))
     assert type(solver.net).__module__ == "amct.caffe.engine.net"
     solver.net.blob("label").data[...] = [0, 1, 2, 1]
     solver.step(2)
     assert solver.iter == 2
-    assert Solver.from_file("sv.prototxt").iter == 0
+    assert EngineSolver.from_file("sv.prototxt").iter == 0
 
 
 def test_test_nets_keep_no_gradients():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amct.caffe.engine.messages import parse_message
-from amct.caffe.engine.solvers import RULES, Solver
+from amct.caffe.engine.solvers import RULES, EngineSolver
 from amct.caffe.engine.solvers.rules import learning_rate
 from amct.errors import ConfigError
 
@@ -28,7 +28,7 @@ ITERATIONS = 4
 def make_solver(text):
     parameter = parse_message(f'base_lr: 0.1 lr_policy: "fixed" solver_mode: CPU {text}', "SolverParameter")
     parameter.net_param.CopyFrom(parse_message(NET, "NetParameter"))
-    return Solver(parameter)
+    return EngineSolver(parameter)
 
 
 def sgd(g, h, rate, s, _):
@@ -235,7 +235,7 @@ def test_shared_parameters_learn_from_both_their_layers():
     for text, parts in ((half(1, 4, 1) + half(2, 4, 1), ((1, 0), (2, 4))), (half(1, 8, 2), ((1, 0),))):
         parameter = parse_message(settings_text, "SolverParameter")
         parameter.net_param.CopyFrom(parse_message(text, "NetParameter"))
-        solver = Solver(parameter)
+        solver = EngineSolver(parameter)
         assert len(solver.net.learnable) == 2
         blobs = solver.net.layers[solver.net.layer_index("ip1")].blobs
         blobs[0].data[...] = start

@@ -13,7 +13,6 @@ from amct.caffe.engine.messages import located_in
 from amct.caffe.model import (
     CaffeModel,
     caffe_batches,
-    feed,
     input_blobs,
     inputs_by_name,
     read_model,
@@ -41,7 +40,7 @@ from amct.pipeline.door import Calibration, ModelOutput
 from amct.pipeline.passes import fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     import numpy.typing as npt
     from onnx import ModelProto
@@ -152,15 +151,7 @@ class CaffePreparation:
     def start_calibration(self, ranks: Ranks = ALONE) -> Calibration:
         """Start a calibration by the IFMR layers of a copy of the net."""
         graph = self.graph
-        calibration = start_calibration(graph, qdq_observers(self.onnx_form, graph.plans()), ranks)
-
-        def run(batches: Iterable[Batch]) -> None:
-            for batch in batches:
-                feed(calibration.net, batch)
-                del batch  # the net holds a copy: only one batch stays in memory
-                calibration.forward()
-
-        return Calibration(session=calibration.session, run=run)
+        return start_calibration(graph, qdq_observers(self.onnx_form, graph.plans()), ranks)
 
     @cached_property
     def onnx_form(self) -> NetOnnx | ExportError:

@@ -67,7 +67,7 @@ def train(  # noqa: PLR0913 - a command's options are its arguments
     allow_python: PythonOption = False,
 ) -> int:
     """Train a net as its solver prototxt says. Ctrl-C finishes the iteration, writes a snapshot and stops."""
-    from amct.caffe.engine.solvers import Solver, choose_device, read_solver, signal_actions
+    from amct.caffe.engine.solvers import EngineSolver, choose_device, read_solver, signal_actions
 
     if weights is not None and snapshot is not None:
         raise ArgumentError("give --snapshot to go on or --weights to start from, not both")
@@ -79,7 +79,7 @@ def train(  # noqa: PLR0913 - a command's options are its arguments
         parameter.train_state.level = level
     parameter.train_state.stage.extend(stage or [])
     choose_device(gpu=gpu, device=device, parameter=parameter)
-    running = Solver(parameter, allow_python=allow_python)
+    running = EngineSolver(parameter, allow_python=allow_python)
     with signal_actions(_effects(sigint_effect, sighup_effect)) as requests:
         running.action_source = requests
         running.solve(snapshot)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Blob
-    from amct.caffe.engine.graph import Node
+    from amct.caffe.engine.graph import LayerNode
     from amct.caffe.engine.layer import Layer
 
 
 @dataclass(eq=False)
-class Record:
+class RecordedForward:
     """The autograd graph of one layer's last forward."""
 
     bottoms: list[torch.Tensor]
@@ -34,7 +34,7 @@ def _leaf(blob: Blob, needs_gradient: bool) -> torch.Tensor:
     return blob.tensor.detach().requires_grad_(needs_gradient)
 
 
-def record_forward(node: Node, bottoms: list[Blob]) -> Record:
+def record_forward(node: LayerNode, bottoms: list[Blob]) -> RecordedForward:
     """Run a layer's forward and keep its graph."""
     layer = node.layer
     inputs = [_leaf(blob, needs) for blob, needs in zip(bottoms, node.bottom_needs_gradient, strict=True)]
@@ -44,10 +44,10 @@ def record_forward(node: Node, bottoms: list[Blob]) -> Record:
         exact = layer.forward_on_integers([each.detach() for each in inputs])
         if exact is not None:
             tops = _with_gradient_of(exact, tops)
-    return Record(inputs, parameters, tops)
+    return RecordedForward(inputs, parameters, tops)
 
 
-def run_backward(node: Node, record: Record, bottoms: list[Blob], tops: list[Blob]) -> None:
+def run_backward(node: LayerNode, record: RecordedForward, bottoms: list[Blob], tops: list[Blob]) -> None:
     """Compute the bottoms' gradients from the tops', and add to the parameters' gradients."""
     layer = node.layer
     wanted = [tensor for tensor in (*record.bottoms, *record.parameters) if tensor.requires_grad]
@@ -60,7 +60,7 @@ def run_backward(node: Node, record: Record, bottoms: list[Blob], tops: list[Blo
     _add_parameter_gradients(layer, record, remaining)
 
 
-def _gradients(record: Record, wanted: list[torch.Tensor], tops: list[Blob]) -> Sequence[torch.Tensor | None]:
+def _gradients(record: RecordedForward, wanted: list[torch.Tensor], tops: list[Blob]) -> Sequence[torch.Tensor | None]:
     pairs = [(value, blob.gradient) for value, blob in zip(record.tops, tops, strict=True) if value.requires_grad]
     if not wanted or not pairs:
         return [None] * len(wanted)
@@ -73,7 +73,7 @@ def _gradients(record: Record, wanted: list[torch.Tensor], tops: list[Blob]) -> 
     )
 
 
-def _add_parameter_gradients(layer: Layer, record: Record, gradients: object) -> None:
+def _add_parameter_gradients(layer: Layer, record: RecordedForward, gradients: object) -> None:
     for tensor, blob in zip(record.parameters, layer.blobs, strict=True):
         if tensor.requires_grad:
             gradient: torch.Tensor | None = next(gradients)  # type: ignore[call-overload]

@@ -27,8 +27,8 @@ AUTOMATIC_TOP = "(automatic)"
 
 
 @dataclass(eq=False)
-class Node:
-    """A layer of the graph and the blobs it reads and writes (indices into ``Graph.blobs``)."""
+class LayerNode:
+    """A layer of the graph and the blobs it reads and writes (indices into ``NetGraph.blobs``)."""
 
     index: int
     layer: Layer
@@ -61,13 +61,13 @@ class LearnableParameter:
 
 
 @dataclass(eq=False)
-class Graph:
+class NetGraph:
     """A built net."""
 
     name: str
     phase: int
     force_backward: bool
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[LayerNode] = field(default_factory=list)
     blobs: list[Blob] = field(default_factory=list)
     blob_names: list[str] = field(default_factory=list)
     loss_weights: list[float] = field(default_factory=list)
@@ -83,7 +83,7 @@ class GraphBuilder:
 
     def __init__(self, net: ProtoMessage, *, allow_python: bool = False) -> None:
         self.net = net
-        self.graph = Graph(name=net.name, phase=net.state.phase, force_backward=net.force_backward)
+        self.graph = NetGraph(name=net.name, phase=net.state.phase, force_backward=net.force_backward)
         self.check_size = size_check()
         self.context = LayerContext(
             phase=net.state.phase, net_name=net.name, allow_python=allow_python, check_size=self.check_size
@@ -93,7 +93,7 @@ class GraphBuilder:
         self.named_parameters: dict[str, LearnableParameter] = {}
         self.blob_needs_gradient: list[bool] = []
 
-    def build(self) -> Graph:
+    def build(self) -> NetGraph:
         """Create all layers.
 
         Raises:
@@ -127,7 +127,7 @@ class GraphBuilder:
                 f"got {len(parameter.propagate_down)} for {len(parameter.bottom)} bottom(s)"
             )
         layer = layer_class(implementation_of(parameter), parameter.name)(parameter, self.context)
-        node = Node(len(self.graph.nodes), layer)
+        node = LayerNode(len(self.graph.nodes), layer)
         for position, name in enumerate(parameter.bottom):
             self._add_bottom(node, position, name)
         for position, name in enumerate(parameter.top):
@@ -145,7 +145,7 @@ class GraphBuilder:
             for top in node.tops:
                 self.blob_needs_gradient[top] = True
 
-    def _add_bottom(self, node: Node, position: int, name: str) -> None:
+    def _add_bottom(self, node: LayerNode, position: int, name: str) -> None:
         index = self.available.pop(name, None)
         parameter = node.layer.parameter
         if index is None:
@@ -157,7 +157,7 @@ class GraphBuilder:
         node.bottom_needs_gradient.append(needs)
         node.needs_backward |= needs
 
-    def _add_top(self, node: Node, position: int, name: str) -> None:
+    def _add_top(self, node: LayerNode, position: int, name: str) -> None:
         parameter = node.layer.parameter
         in_place = position < len(parameter.bottom) and parameter.bottom[position] == name
         if in_place:
@@ -186,13 +186,13 @@ class GraphBuilder:
         self.blob_needs_gradient.append(False)
         return len(graph.blobs) - 1
 
-    def _add_automatic_tops(self, node: Node) -> None:
+    def _add_automatic_tops(self, node: LayerNode) -> None:
         if node.layer.makes_missing_tops:
             while len(node.tops) < node.layer.top_count[0]:
                 node.tops.append(self._new_blob(AUTOMATIC_TOP))
         _check_top_count(node)
 
-    def _set_up(self, node: Node) -> None:
+    def _set_up(self, node: LayerNode) -> None:
         shapes = [self.graph.blobs[index].shape for index in node.bottoms]
         layer = node.layer
         layer.bottom_blobs = [self.graph.blobs[index] for index in node.bottoms]
@@ -204,7 +204,7 @@ class GraphBuilder:
             self.check_size(shape, f'blob "{self.graph.blob_names[index]}" of layer "{layer.name}"')
             self.graph.blobs[index].set_shape(shape)
 
-    def _set_loss_weights(self, node: Node) -> None:
+    def _set_loss_weights(self, node: LayerNode) -> None:
         layer = node.layer
         given = list(layer.parameter.loss_weight)
         if given and len(given) != len(node.tops):
@@ -219,7 +219,7 @@ class GraphBuilder:
         for index, weight in zip(node.tops, layer.loss_weights, strict=True):
             self.graph.loss_weights[index] = weight
 
-    def _add_parameters(self, node: Node) -> None:
+    def _add_parameters(self, node: LayerNode) -> None:
         layer = node.layer
         specs = list(layer.parameter.param)
         if len(specs) > len(layer.blobs):
@@ -235,7 +235,7 @@ class GraphBuilder:
             layer.parameter_needs_gradient.append(needs)
             self._add_parameter(node, index, spec)
 
-    def _add_parameter(self, node: Node, index: int, spec: ProtoMessage) -> None:
+    def _add_parameter(self, node: LayerNode, index: int, spec: ProtoMessage) -> None:
         layer = node.layer
         lr_mult = spec.lr_mult if spec.HasField("lr_mult") else None
         decay_mult = spec.decay_mult if spec.HasField("decay_mult") else None
@@ -260,7 +260,7 @@ def _check_count(layer: Layer, given: int, allowed: tuple[int, int | None], rule
         raise ModelError(f'{rule % _range_text(least, most)}; layer "{layer.name}" has {given}')
 
 
-def _check_top_count(node: Node) -> None:
+def _check_top_count(node: LayerNode) -> None:
     layer, given = node.layer, len(node.tops)
     _check_count(layer, given, layer.top_count, f"{layer.type} Layer produces %s top blob(s) as output")
     if layer.same_count and given != len(node.bottoms):
@@ -416,7 +416,7 @@ def _split_fields(layer: str, blob: str, top: int, count: int, loss_weight: floa
     return fields
 
 
-def decide_backward(graph: Graph) -> None:
+def decide_backward(graph: NetGraph) -> None:
     """Clear ``needs_backward`` of nodes that do not lead to a loss, then set it for ``force_backward``."""
     under_loss: set[int] = set()
     skipped: set[int] = set()
@@ -432,7 +432,7 @@ def decide_backward(graph: Graph) -> None:
             node.layer.parameter_needs_gradient = [True] * len(node.layer.blobs)
 
 
-def _narrow(node: Node, under_loss: set[int], skipped: set[int]) -> None:
+def _narrow(node: LayerNode, under_loss: set[int], skipped: set[int]) -> None:
     weighted = any(weight != 0 for weight in node.layer.loss_weights)
     contributes = weighted or any(top in under_loss for top in node.tops)
     all_skipped = all(top in skipped for top in node.tops)

@@ -91,7 +91,7 @@ def _state(sources: Sequence[Blob], condition: object) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Folded:
+class FoldedParameters:
     """Parameters with the following layers folded in: how to compute them, and the blobs they come from."""
 
     owner: Layer
@@ -188,7 +188,7 @@ class Layer:
         return lambda given: self.forward(given, parameters)
 
     def bind_folded(
-        self, bottom: torch.Tensor, folded: Folded, activation: Activation | None
+        self, bottom: torch.Tensor, folded: FoldedParameters, activation: Activation | None
     ) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
         """``bind`` with folded parameters, for one bottom; and whether the call applies the activation too."""
         del bottom, activation

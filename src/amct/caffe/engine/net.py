@@ -14,7 +14,7 @@ from amct.caffe.engine.blob import current_device, size_check
 from amct.caffe.engine.graph import GraphBuilder, filter_net, insert_splits
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.messages import located_in, read_message
-from amct.caffe.engine.plan import NetMemory, Plan, Step, build_plan, check_net_memory
+from amct.caffe.engine.plan import NetMemory, PassPlan, Step, build_plan, check_net_memory
 from amct.caffe.engine.upgrade import upgrade_net
 from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Sequence
 
-    from amct.caffe.engine.backward import Record
+    from amct.caffe.engine.backward import RecordedForward
     from amct.caffe.engine.blob import Blob
-    from amct.caffe.engine.graph import Graph, LearnableParameter, Node
+    from amct.caffe.engine.graph import LayerNode, LearnableParameter, NetGraph
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.messages import ProtoMessage
 
@@ -60,7 +60,7 @@ class Net:
         allow_python: bool = False,
         with_gradients: bool = True,
     ) -> None:
-        self.graph: Graph = build_graph(parameter, phase, level, stages, allow_python=allow_python)
+        self.graph: NetGraph = build_graph(parameter, phase, level, stages, allow_python=allow_python)
         self._blob_index = {name: index for index, name in enumerate(self.graph.blob_names)}
         self._with_gradients = with_gradients and keep_blobs is True
         if not self._with_gradients:
@@ -68,8 +68,8 @@ class Net:
                 node.needs_backward = False
         self._kept = self._kept_blobs(keep_blobs)
         check_net_memory(self.graph, self._kept)
-        self._records: dict[int, Record] = {}
-        self._plans: dict[tuple[int, int, frozenset[int], bool, torch.device], Plan] = {}
+        self._records: dict[int, RecordedForward] = {}
+        self._plans: dict[tuple[int, int, frozenset[int], bool, torch.device], PassPlan] = {}
         self._check_size = size_check()
         self._callbacks: dict[str, list[Callable[[int], object]]] = {
             "before_forward": [], "after_forward": [], "before_backward": [], "after_backward": []
@@ -259,7 +259,7 @@ class Net:
             raise ArgumentError(f'net "{self.name}" has no blob "{name}".{near}')
         return index
 
-    def _plan(self, start: int, end: int, keep: frozenset[int], *, literal: bool) -> Plan:
+    def _plan(self, start: int, end: int, keep: frozenset[int], *, literal: bool) -> PassPlan:
         key = (start, end, keep, literal, current_device())
         plan = self._plans.get(key)
         if plan is None:
@@ -267,7 +267,7 @@ class Net:
             plan = self._plans[key] = build_plan(self.graph, start, end, literal=literal, kept=kept)
         return plan
 
-    def _bind(self, plan: Plan, *, is_whole: bool) -> None:
+    def _bind(self, plan: PassPlan, *, is_whole: bool) -> None:
         """Find a way to repeat the pass that was just run; ``is_whole`` if the plan has all layers of the net."""
         del is_whole
         plan.bind()
@@ -316,7 +316,7 @@ class Net:
             for blob in step.release:
                 blob.values.release()
 
-    def _reshape_node(self, node: Node) -> None:
+    def _reshape_node(self, node: LayerNode) -> None:
         layer = node.layer
         shapes = [blob.shape for blob in self._blobs(node.bottoms)]
         with layer.naming_errors(shapes):
@@ -327,7 +327,7 @@ class Net:
                 self.graph.blobs[index].set_shape(shape)
                 self._set_loss_gradient(index)
 
-    def _backward_node(self, node: Node) -> None:
+    def _backward_node(self, node: LayerNode) -> None:
         bottoms, tops = self._blobs(node.bottoms), self._blobs(node.tops)
         if node.layer.run_backward is not None:
             node.layer.run_backward(tops, node.bottom_needs_gradient, bottoms)
@@ -348,7 +348,7 @@ class Net:
 
 def build_graph(
     parameter: ProtoMessage, phase: int, level: int, stages: Sequence[str], *, allow_python: bool = False
-) -> Graph:
+) -> NetGraph:
     """Upgrade, filter, insert splits and build a net.
 
     Raises:
@@ -363,7 +363,7 @@ def build_graph(
     return GraphBuilder(insert_splits(filter_net(net)), allow_python=allow_python).build()
 
 
-def _repeated(plan: Plan) -> bool:
+def _repeated(plan: PassPlan) -> bool:
     """Run the whole plan at once, if nothing has changed; else its steps have to be run one by one."""
     assert plan.repeat is not None
     try:
@@ -377,7 +377,7 @@ def _repeated(plan: Plan) -> bool:
     return False
 
 
-def _loss_of(node: Node) -> float:
+def _loss_of(node: LayerNode) -> float:
     total = 0.0
     for weight, blob in zip(node.layer.loss_weights, node.layer.top_blobs, strict=True):
         if weight:

@@ -22,7 +22,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, TypeAlias
 
 from amct.caffe.engine.blob import BYTES_PER_VALUE
-from amct.caffe.engine.layer import Folded
+from amct.caffe.engine.layer import FoldedParameters
 from amct.memory import LiveTensors, gibibytes, machine_bytes, number_from_environment
 from amct.numerics.fold import ChannelAffine, scaled_outputs
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from amct.caffe.engine.blob import Blob, Buffer
-    from amct.caffe.engine.graph import Graph, Node
+    from amct.caffe.engine.graph import LayerNode, NetGraph
     from amct.caffe.engine.layer import Call, Layer
 
     #: Layer, whether it may overwrite its bottom, call, and the places of bottoms, tops and what is freed.
@@ -62,7 +62,7 @@ class Unchanged:
 class Step:
     """One step: a layer, or several fused layers."""
 
-    node: Node
+    node: LayerNode
     """The layer that is run (of a chain: its first)."""
     bottoms: list[Blob]
     tops: list[Blob]
@@ -85,7 +85,7 @@ class Step:
         return [blob for node in self.nodes for blob in node.layer.blobs]
 
     @property
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[LayerNode]:
         """The layers of the step."""
         return [self.node] if self.chain is None else self.chain.nodes
 
@@ -109,7 +109,7 @@ class Step:
             blob.values.release()
 
 
-class Plan:
+class PassPlan:
     """The steps of a forward pass, and after the first pass, if nothing but the values changes, a way to repeat it."""
 
     def __init__(self, steps: list[Step], *, frees_blobs: bool) -> None:
@@ -192,7 +192,7 @@ def _repeat(
         blob.set_tensor(tensors[place])
 
 
-def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Collection[int] | None) -> Plan:
+def build_plan(graph: NetGraph, start: int, end: int, *, literal: bool, kept: Collection[int] | None) -> PassPlan:
     """Plan the run of layers ``start`` to ``end`` (both included).
 
     Args:
@@ -225,10 +225,10 @@ def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Colle
         _find_mirrors(graph, steps)
     else:
         _release_after_last_use(graph, steps, kept)
-    return Plan(steps, frees_blobs=kept is not None)
+    return PassPlan(steps, frees_blobs=kept is not None)
 
 
-def _allow_overwriting(graph: Graph, steps: list[Step], kept: Collection[int] | None) -> None:
+def _allow_overwriting(graph: NetGraph, steps: list[Step], kept: Collection[int] | None) -> None:
     """Let a layer reuse its bottom's memory if a layer of this plan allocated it for this blob alone."""
     fresh: set[int] = set()
     last_read = {id(blob): position for position, step in enumerate(steps) for blob in step.bottoms}
@@ -245,7 +245,7 @@ def _allow_overwriting(graph: Graph, steps: list[Step], kept: Collection[int] | 
             fresh.difference_update(node.bottoms)
 
 
-def _find_mirrors(graph: Graph, steps: list[Step]) -> None:
+def _find_mirrors(graph: NetGraph, steps: list[Step]) -> None:
     """Where a layer shares its bottom's memory (Reshape), a later in-place layer changes both blobs, as in Caffe."""
     source: dict[int, int] = {}
     for node in graph.nodes:
@@ -275,7 +275,7 @@ def _stale(steps: list[Step]) -> list[Blob]:
     return list(stale.values())
 
 
-def _release_after_last_use(graph: Graph, steps: list[Step], kept: Collection[int]) -> None:
+def _release_after_last_use(graph: NetGraph, steps: list[Step], kept: Collection[int]) -> None:
     keep = {id(graph.blobs[index]) for index in kept}
     last: dict[int, tuple[Step, Blob]] = {}
     for step in steps:
@@ -291,9 +291,9 @@ def _release_after_last_use(graph: Graph, steps: list[Step], kept: Collection[in
 class FusedChain:
     """A layer with weights, the per-channel layers folded into them, and an optional activation."""
 
-    nodes: list[Node]
+    nodes: list[LayerNode]
     """All layers of the chain, in order."""
-    activation: Node | None = None
+    activation: LayerNode | None = None
     """The last layer, if it is an activation."""
 
     def bind(self, bottoms: list[torch.Tensor]) -> Call:
@@ -311,15 +311,15 @@ class FusedChain:
         return activated
 
     @property
-    def affine(self) -> list[Node]:
+    def affine(self) -> list[LayerNode]:
         """The per-channel layers."""
         return [node for node in self.nodes[1:] if node is not self.activation]
 
-    def _folded(self) -> Folded:
+    def _folded(self) -> FoldedParameters:
         head = self.nodes[0].layer
         if not self.affine:
-            return Folded(head, lambda: [blob.tensor for blob in head.blobs], head.blobs)
-        return Folded(head, self._fold, [blob for node in self.nodes for blob in node.layer.blobs])
+            return FoldedParameters(head, lambda: [blob.tensor for blob in head.blobs], head.blobs)
+        return FoldedParameters(head, self._fold, [blob for node in self.nodes for blob in node.layer.blobs])
 
     def _fold(self) -> list[torch.Tensor]:
         head = self.nodes[0].layer
@@ -330,9 +330,9 @@ class FusedChain:
         return [*scaled_outputs(weight, bias[0] if bias else None, kind, groups, reduce(ChannelAffine.then, parts))]
 
 
-def find_chains(nodes: list[Node], kept: Collection[int] | None) -> dict[int, FusedChain]:
+def find_chains(nodes: list[LayerNode], kept: Collection[int] | None) -> dict[int, FusedChain]:
     """The chains, by the index of their first layer."""
-    readers: dict[int, list[Node]] = {}
+    readers: dict[int, list[LayerNode]] = {}
     for node in nodes:
         for bottom in node.bottoms:
             readers.setdefault(bottom, []).append(node)
@@ -354,11 +354,11 @@ def find_chains(nodes: list[Node], kept: Collection[int] | None) -> dict[int, Fu
     return chains
 
 
-def _can_be_head(node: Node) -> bool:
+def _can_be_head(node: LayerNode) -> bool:
     return node.layer.fold_kind is not None and not node.needs_backward and len(node.tops) == len(node.bottoms) == 1
 
 
-def _next(node: Node, readers: dict[int, list[Node]], kept: Collection[int] | None) -> Node | None:
+def _next(node: LayerNode, readers: dict[int, list[LayerNode]], kept: Collection[int] | None) -> LayerNode | None:
     """The only reader of this layer's result, if fusing it cannot be observed."""
     top = node.tops[0]
     after = [reader for reader in readers.get(top, []) if reader.index > node.index]
@@ -384,7 +384,7 @@ class NetMemory:
     The limit is half of the machine's memory: gradients and copies inside of layers need as much again.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PassPlan) -> None:
         self._steps = iter(plan.steps)
         self._last: Step | None = None
         self._tensors: LiveTensors | None = None
@@ -425,7 +425,7 @@ def _add_step(tensors: LiveTensors, step: Step) -> None:
         )
 
 
-def check_net_memory(graph: Graph, kept: Collection[int] | None) -> None:
+def check_net_memory(graph: NetGraph, kept: Collection[int] | None) -> None:
     """Check a forward pass over the whole net before anything is allocated.
 
     Args:

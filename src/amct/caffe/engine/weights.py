@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from amct.caffe.engine.blob import Blob
-    from amct.caffe.engine.graph import Graph, Node
+    from amct.caffe.engine.graph import LayerNode, NetGraph
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.messages import ProtoMessage
 
@@ -62,7 +62,7 @@ def is_hdf5(path: str | os.PathLike[str]) -> bool:
         raise FileError(f"Could not open file {path}: {error.strerror or error}") from error
 
 
-def load(graph: Graph, path: str | os.PathLike[str]) -> None:
+def load(graph: NetGraph, path: str | os.PathLike[str]) -> None:
     """Copy the weights of a file into the layers of the same name; other layers of the file are ignored.
 
     Raises:
@@ -76,13 +76,13 @@ def load(graph: Graph, path: str | os.PathLike[str]) -> None:
         copy_layers(graph, read_weights(read_file(path), str(path)), str(path))
 
 
-def copy_layers(graph: Graph, layers: Iterable[StoredLayer], source: str) -> None:
+def copy_layers(graph: NetGraph, layers: Iterable[StoredLayer], source: str) -> None:
     """Copy stored layers into the layers of the same name.
 
     Raises:
         ModelError: A layer has another number of blobs or other shapes.
     """
-    targets: dict[str, Node] = {}
+    targets: dict[str, LayerNode] = {}
     for each in graph.nodes:
         targets.setdefault(each.layer.name, each)
     ignored: list[str] = []
@@ -150,7 +150,7 @@ def set_values(blob: Blob, values: NumberArray) -> None:
 # ------------------------------------------------------------------ writing
 
 
-def caffemodel_parts(graph: Graph, *, with_diff: bool = False) -> list[bytes | memoryview]:
+def caffemodel_parts(graph: NetGraph, *, with_diff: bool = False) -> list[bytes | memoryview]:
     """The net as a serialized NetParameter, in pieces: each layer, including automatic Splits, with its blobs."""
     from amct.caffe.engine.messages import new_message
 
@@ -168,7 +168,7 @@ def _plain(tensor: torch.Tensor) -> NumberArray:
     return tensor.detach().to("cpu", torch.float32).contiguous().numpy()
 
 
-def save(graph: Graph, path: str | os.PathLike[str], *, with_diff: bool = False) -> None:
+def save(graph: NetGraph, path: str | os.PathLike[str], *, with_diff: bool = False) -> None:
     """Write a binary caffemodel.
 
     Raises:
@@ -179,7 +179,7 @@ def save(graph: Graph, path: str | os.PathLike[str], *, with_diff: bool = False)
             file.write(part)
 
 
-def save_hdf5(graph: Graph, path: str | os.PathLike[str], *, with_diff: bool = False) -> None:
+def save_hdf5(graph: NetGraph, path: str | os.PathLike[str], *, with_diff: bool = False) -> None:
     """Write an HDF5 caffemodel: ``/data/<layer>/<index>``, shared parameters only under their owner.
 
     Raises:
@@ -189,7 +189,7 @@ def save_hdf5(graph: Graph, path: str | os.PathLike[str], *, with_diff: bool = F
         write_hdf5(graph, files.path(path), with_diff=with_diff)
 
 
-def write_hdf5(graph: Graph, path: Path, *, with_diff: bool = False) -> None:
+def write_hdf5(graph: NetGraph, path: Path, *, with_diff: bool = False) -> None:
     """Write an HDF5 caffemodel to this path directly, for a caller that commits several files together."""
     with hdf5_library().File(path, "w") as file:
         groups = [("data", False), *([("diff", True)] if with_diff else [])]
@@ -202,7 +202,7 @@ def write_hdf5(graph: Graph, path: Path, *, with_diff: bool = False) -> None:
                         layer_group.create_dataset(str(index), data=_plain(blob.gradient if is_diff else blob.tensor))
 
 
-def load_hdf5(graph: Graph, path: str | os.PathLike[str]) -> None:
+def load_hdf5(graph: NetGraph, path: str | os.PathLike[str]) -> None:
     """Copy the weights of an HDF5 caffemodel into the layers of the same name.
 
     Raises:
@@ -227,7 +227,7 @@ def check_has_weights(file: Hdf5File, path: str | os.PathLike[str]) -> None:
         raise ParseError(f'{path}: not an HDF5 caffemodel: it has no group "{WEIGHTS_GROUP}"')
 
 
-def _load_layer(graph: Graph, node: Node, file: Hdf5File, source: str) -> None:
+def _load_layer(graph: NetGraph, node: LayerNode, file: Hdf5File, source: str) -> None:
     if not file.has(WEIGHTS_GROUP, node.layer.name):
         return
     stored = [name for name in file.names(WEIGHTS_GROUP, node.layer.name) if name.isdigit()]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.graph import Node
+    from amct.caffe.engine.graph import LayerNode
     from amct.caffe.engine.layer import Layer
     from amct.caffe.onnx.forms.place import Dims
     from amct.export.onnx.kept_weights import KeptWeights
@@ -206,7 +206,7 @@ class _Export:
 
     # -- layers ----------------------------------------------------------------------------------------------------
 
-    def _needed(self) -> list[Node]:
+    def _needed(self) -> list[LayerNode]:
         """The layers on which the requested outputs depend."""
         graph = self.net.graph
         if self.outputs is None:
@@ -225,7 +225,7 @@ class _Export:
                 wanted.update(node.bottoms)
         return kept[::-1]
 
-    def _write(self, node: Node) -> None:
+    def _write(self, node: LayerNode) -> None:
         layer = node.layer
         if not node.bottoms and not isinstance(layer, Parameter | DummyData):
             self._add_inputs(node)
@@ -236,7 +236,7 @@ class _Export:
         else:
             self._write_form(node)
 
-    def _add_inputs(self, node: Node) -> None:
+    def _add_inputs(self, node: LayerNode) -> None:
         for position, index in enumerate(node.tops):
             tensor = self.net.graph.blob_names[index]
             self._make(node, position, tensor)
@@ -245,7 +245,7 @@ class _Export:
             tops = ", ".join(self.net.graph.blob_names[index] for index in node.tops)
             self.notes.append(f'layer "{node.layer.name}" ({node.layer.type}) reads data: {tops} become ONNX inputs')
 
-    def _end(self, node: Node) -> None:
+    def _end(self, node: LayerNode) -> None:
         layer = node.layer
         found = [self._current[index] for index in node.bottoms if index in self._current]
         computed = [tensor for tensor in found if tensor not in self.inputs]
@@ -255,7 +255,7 @@ class _Export:
             f'the file ends before layer "{layer.name}" ({layer.type}), which {reason}; its inputs are outputs'
         )
 
-    def _write_form(self, node: Node) -> None:
+    def _write_form(self, node: LayerNode) -> None:
         layer = node.layer
         missing = [index for index in node.bottoms if index not in self._current]
         if missing:
@@ -285,7 +285,7 @@ class _Export:
             if source not in self._made and source not in self.writer.initializers:
                 self._make(node, position, source)
 
-    def _make(self, node: Node, position: int, tensor: str) -> None:
+    def _make(self, node: LayerNode, position: int, tensor: str) -> None:
         blob = node.tops[position]
         self._current[blob] = tensor
         self._made[tensor] = (blob, node.layer.name)

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Blob
     from amct.caffe.engine.net import Net
-    from amct.caffe.engine.plan import Plan
+    from amct.caffe.engine.plan import PassPlan
 
 logger = logging.getLogger(__name__)
 
 
-def repeat_in_session(net: Net, plan: Plan, *, is_demanded: bool) -> bool:
+def repeat_in_session(net: Net, plan: PassPlan, *, is_demanded: bool) -> bool:
     """Let a plan repeat its pass in onnxruntime; False if it cannot run there, and the log says why.
 
     Args:

@@ -38,7 +38,7 @@ STATES = {"LSTM": 2, "RNN": 1, "GRU": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntegerRecurrent:
+class RecurrentWeights:
     """A quantized recurrent layer.
 
     Attributes:
@@ -78,7 +78,7 @@ class IntegerRecurrent:
 
 def integer_recurrent(
     layer: ProtoMessage, weights: QuantizedWeights, blobs: Sequence[torch.Tensor], entry: CaffeLayerRecord
-) -> IntegerRecurrent:
+) -> RecurrentWeights:
     """Quantize the biases; each bias follows the matrix whose products it is added to.
 
     Raises:
@@ -93,7 +93,7 @@ def integer_recurrent(
             scale = known(inputs[place - 1].scale)
             weight, (biases[place],) = fitted_bias(layer.name, given, blobs[place], [scale], may_raise_scale=True)
         fitted.append(weight)
-    return IntegerRecurrent(weights=replace(weights, weights=tuple(fitted)), inputs=inputs, biases=biases)
+    return RecurrentWeights(weights=replace(weights, weights=tuple(fitted)), inputs=inputs, biases=biases)
 
 
 def _inputs(layer: ProtoMessage, weights: QuantizedWeights, entry: CaffeLayerRecord) -> dict[int, DataFactors]:
@@ -115,7 +115,7 @@ def fake_recurrent(layer: ProtoMessage, entry: CaffeLayerRecord) -> None:
     layer.type = f"{layer.type}Quant"
 
 
-def deploy_recurrent(layer: ProtoMessage, made: IntegerRecurrent, entry: CaffeLayerRecord) -> list[torch.Tensor]:
+def deploy_recurrent(layer: ProtoMessage, made: RecurrentWeights, entry: CaffeLayerRecord) -> list[torch.Tensor]:
     """Convert a recurrent layer to integer arithmetic and return its blobs."""
     fake_recurrent(layer, entry)
     layer.lstm_quant_param.scale_w.extend(weight.qparams.step for weight in made.weights.weights)
@@ -163,7 +163,7 @@ class Results:
         self._model = model
         self._weights = dict(weights)
         self._integer: dict[str, IntegerLayer] = {}
-        self._recurrent: dict[str, IntegerRecurrent] = {}
+        self._recurrent: dict[str, RecurrentWeights] = {}
         entries: dict[str, CaffeLayerRecord] = {}
         for layer in model.layers:
             if layer.name not in record.layers:

@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING
 from amct.caffe.engine.layers.ifmr import IFMR, start_session
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.messages import new_message
+from amct.caffe.model import feed
 from amct.caffe.prototxt import free_name
 from amct.calibration import ALONE
 from amct.config.registry import settings_to_dict
 from amct.model import TensorIndex
 from amct.numerics.settings import IfmrSettings
+from amct.pipeline.door import Calibration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.engine.net import Net
-    from amct.caffe.model import CaffeModel
+    from amct.caffe.model import Batch, CaffeModel
     from amct.caffe.ptq.graph import QuantGraph
-    from amct.calibration import CalibrationSession, Ranks
+    from amct.calibration import Ranks
     from amct.config.plan import LayerPlan
     from amct.numerics.observer import TensorObserver
 
@@ -178,29 +179,8 @@ def insert_quant(
     return inserted
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Calibration:
-    """A net with IFMR layers to run on calibration data, and the session that observes it."""
-
-    net: Net
-    session: CalibrationSession
-    tensors: tuple[str, ...]
-    """The observed blobs between layers."""
-
-    def forward(self) -> None:
-        """Run the batch that the net's inputs hold (``amct.caffe.model.feed``).
-
-        Raises:
-            CalibrationError: an activation cannot be quantized; the message names the layer and the batch.
-        """
-        with self.session.batch():
-            self.net.forward()
-            for name in self.tensors:
-                self.session.observe_tensor(name, self.net.blob(name).tensor)
-
-
 def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver], ranks: Ranks = ALONE) -> Calibration:
-    """Build the calibration net of a graph whose weights are quantized.
+    """Start a calibration by the IFMR layers of a copy of the net of a graph whose weights are quantized.
 
     Args:
         graph: the graph.
@@ -215,4 +195,14 @@ def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver], 
     net = model.build(tensors)
     layers = [layer for layer in net.layers if isinstance(layer, IFMR)]
     session = start_session(layers, plans=graph.plans(), tensors=tensors, ranks=ranks)
-    return Calibration(net=net, session=session, tensors=tuple(tensors))
+
+    def run(batches: Iterable[Batch]) -> None:
+        for batch in batches:
+            feed(net, batch)
+            del batch  # the net holds a copy: only one batch stays in memory
+            with session.batch():
+                net.forward()
+                for name in tensors:
+                    session.observe_tensor(name, net.blob(name).tensor)
+
+    return Calibration(session=session, run=run)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Blob, FloatArray
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.engine.plan import Plan
+    from amct.caffe.engine.plan import PassPlan
 
     Arrays = dict[str, FloatArray]
 
@@ -89,7 +89,7 @@ class Net(EngineNet):
         if weights is not None:
             self.copy_from(weights)
 
-    def _bind(self, plan: Plan, *, is_whole: bool) -> None:
+    def _bind(self, plan: PassPlan, *, is_whole: bool) -> None:
         if self._runtime is None or not is_whole:
             plan.bind()
         else:
@@ -420,7 +420,7 @@ class RuntimeChoice:
         self._is_demanded = runtime == ONNXRUNTIME
         self._sessions_left = MOST_SESSIONS if can_run and runtime != TORCH else 0
 
-    def bind(self, net: EngineNet, plan: Plan) -> None:
+    def bind(self, net: EngineNet, plan: PassPlan) -> None:
         """Find a way to repeat a plan of all layers of the net, which was just run."""
         if not plan.bind() or not self._wants_session(net):
             return

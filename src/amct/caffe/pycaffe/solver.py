@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from amct.caffe.engine.solvers import Solver as EngineSolver
-from amct.caffe.engine.solvers import read_solver
+from amct.caffe.engine.solvers import EngineSolver, read_solver
 from amct.caffe.engine.solvers.rules import rule_of
 from amct.caffe.pycaffe.net import Net
 from amct.errors import ArgumentTypeError

@@ -15,7 +15,7 @@ from amct.atomic import check_writable, read_bytes, write_text
 from amct.caffe.comparing import measure_nets
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.net import Net
-from amct.caffe.engine.solvers import Solver, evaluate, read_solver
+from amct.caffe.engine.solvers import EngineSolver, evaluate, read_solver
 from amct.caffe.engine.solvers.snapshot import snapshot_names
 from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_config, write_retrain_model
 from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
@@ -186,7 +186,7 @@ class CaffeRetraining:
         """
         if self.solver.test_iter:
             self.scores_before = self._scores(*self._source)
-        solver = Solver(self.solver, allow_python=self._allow_python)
+        solver = EngineSolver(self.solver, allow_python=self._allow_python)
         if resume is None:
             solver.net.load_weights(self.folder / "modified_model.caffemodel")
         else:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.caffe.engine.layer import Folded, Layer, register
+from amct.caffe.engine.layer import FoldedParameters, Layer, register
 from amct.errors import AmctError
 from amct.numerics.affine import check_factors, dequantize, fake_quantize, quantize
 from amct.numerics.weight_grid import find_integer_weights, integer_bias, sum_scale
@@ -231,7 +231,7 @@ class FakeQuantized(Layer):
     def _bind_float(self, bottoms: list[torch.Tensor]) -> Call:
         if self.weight_quantizer is not None or not self.computes_forward("bind_folded"):
             return super().bind(bottoms)
-        own = Folded(self, lambda: [blob.tensor for blob in self.blobs], self.blobs)
+        own = FoldedParameters(self, lambda: [blob.tensor for blob in self.blobs], self.blobs)
         calls = [self.bind_folded(bottom, own, None)[0] for bottom in bottoms]
         if len(calls) == 1:
             call = calls[0]

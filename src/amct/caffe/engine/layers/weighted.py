@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import Folded, Layer, canonical_axis, count, register
+from amct.caffe.engine.layer import FoldedParameters, Layer, canonical_axis, count, register
 from amct.caffe.engine.layers.pooling import SPATIAL_AXES, Window, read_window
 from amct.caffe.engine.layers.quantization import FakeQuantized
 from amct.numerics.arq import channels_first, from_channels_first
@@ -274,7 +274,7 @@ class Convolution(_BaseConvolution):
         return (self.outputs, self.channels // self.group, *self.window.kernel)
 
     def bind_folded(
-        self, bottom: torch.Tensor, folded: Folded, activation: Activation | None
+        self, bottom: torch.Tensor, folded: FoldedParameters, activation: Activation | None
     ) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
         """The packed kernel, which applies the activation too; else torch's convolution."""
         if self.axis != 1 or self.spatial_axes != SPATIAL_AXES:
@@ -290,7 +290,7 @@ class Convolution(_BaseConvolution):
         rest = weight, bias, window.stride, window.pad, window.dilation, group
         return lambda given: torch.conv2d(given.contiguous(memory_format=layout), *rest), False
 
-    def _pack(self, folded: Folded, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _pack(self, folded: FoldedParameters, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor | None]:
         parameters = folded.compute()
         weight = pack(parameters[0], self.window, self.group, shape)
         return weight, parameters[1] if len(parameters) > 1 else None
@@ -398,7 +398,7 @@ class InnerProduct(FakeQuantized):
         return [functional.linear(flat, weight, bias).reshape(*bottom.shape[: self.axis], self.outputs)]
 
     def bind_folded(
-        self, bottom: torch.Tensor, folded: Folded, activation: Activation | None
+        self, bottom: torch.Tensor, folded: FoldedParameters, activation: Activation | None
     ) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
         """The matrix product, with the shapes known."""
         del activation

@@ -11,10 +11,10 @@ from amct.caffe.engine.solvers.definition import read_solver
 from amct.caffe.engine.solvers.rules import RULES
 from amct.caffe.engine.solvers.solver import (
     Action,
+    EngineSolver,
     Evaluation,
     MeanScores,
     Score,
-    Solver,
     evaluate,
     scores,
     signal_actions,
@@ -23,10 +23,10 @@ from amct.caffe.engine.solvers.solver import (
 __all__ = [
     "RULES",
     "Action",
+    "EngineSolver",
     "Evaluation",
     "MeanScores",
     "Score",
-    "Solver",
     "choose_device",
     "evaluate",
     "read_solver",

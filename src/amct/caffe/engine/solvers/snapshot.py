@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import h5py
 
-    from amct.caffe.engine.graph import Graph
+    from amct.caffe.engine.graph import NetGraph
     from amct.caffe.engine.messages import ProtoMessage
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def snapshot_names(parameter: ProtoMessage, iteration: int) -> tuple[str, str]:
     return f"{stem}.caffemodel{ending}", f"{stem}.solverstate{ending}"
 
 
-def write_snapshot(graph: Graph, state: StoredState, parameter: ProtoMessage) -> tuple[str, str]:
+def write_snapshot(graph: NetGraph, state: StoredState, parameter: ProtoMessage) -> tuple[str, str]:
     """Write ``<prefix>_iter_<n>.caffemodel`` and ``.solverstate`` (``.h5`` appended in HDF5), and return both names.
 
     Raises:

@@ -49,7 +49,7 @@ class Action(Enum):
 
 @contextmanager
 def signal_actions(effects: Mapping[signal.Signals, Action]) -> Iterator[Callable[[], Action]]:
-    """Convert signals to requests inside the block; yields the function for ``Solver.action_source``.
+    """Convert signals to requests inside the block; yields the function for ``EngineSolver.action_source``.
 
     A second stop signal is not caught and ends the program at once.
     """
@@ -159,7 +159,7 @@ def evaluate(net: Net, iterations: int) -> Evaluation:
     return Evaluation(loss / iterations, mean.means())
 
 
-class Solver:
+class EngineSolver:
     """Trains a net by a SolverParameter.
 
     Args:
@@ -213,7 +213,7 @@ class Solver:
         logger.info("Solver scaffolding done.")
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], **options: object) -> Solver:
+    def from_file(cls, path: str | os.PathLike[str], **options: object) -> EngineSolver:
         """Read a solver prototxt; ``options`` as for the class."""
         return cls(read_solver(path), **options)  # type: ignore[arg-type]
 
