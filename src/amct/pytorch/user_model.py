@@ -65,6 +65,14 @@ def copy_model(model: nn.Module, *, share_tensors: bool = False, without: Iterab
     return duplicate.eval()
 
 
+def copy_in_its_mode(model: nn.Module) -> nn.Module:
+    """A copy whose modules are each in the mode (train or eval) of the original."""
+    duplicate = copy_model(model)
+    for original, copied in zip(model.modules(), duplicate.modules(), strict=True):
+        copied.training = original.training
+    return duplicate
+
+
 def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the user's forward
     """Call a module, by whatever torch.export puts in the place of ``Module.__call__`` meanwhile."""
     return module(*args, **kwargs)

@@ -15,7 +15,7 @@ from amct.pytorch.pruning.amct_chains import chain_skips, chosen_chains, find_ch
 from amct.pytorch.pruning.compensation import compensate, measure_inputs
 from amct.pytorch.pruning.cutting import cut_channels
 from amct.pytorch.pruning.sparse import make_sparse, mask_records, put_masks, sparse_refusal
-from amct.pytorch.user_model import copy_model
+from amct.pytorch.user_model import copy_in_its_mode, copy_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -49,10 +49,10 @@ def apply_plan(traced: Traced, plan: PrunePlan | None, batches: Iterable[Argumen
         ModelError: The model cannot be copied, or does not run without the channels that were removed.
     """
     if plan is None:
-        return Compressed(model=_copied(traced), records=(), skips=())
+        return Compressed(model=copy_in_its_mode(traced.model), records=(), skips=())
     chains = find_chains(traced, plan)
     records = chosen_chains(traced, plan, chains)
-    model = _copied(traced)
+    model = copy_in_its_mode(traced.model)
     consumers = {node.name for record in records for node in record.consumers}
     compensate(model, records, measure_inputs(traced.model, consumers, batches))
     cut_channels(model, records)
@@ -69,10 +69,10 @@ def restore_plan(traced: Traced, plan: PrunePlan | None, records: Sequence[Prune
         RecordError: The record does not fit the model and the config.
     """
     if plan is None:
-        return _copied(traced)
+        return copy_in_its_mode(traced.model)
     chains = [record for record in records if record.selective is None]
     _check_indices(chains, [chain for chain in find_chains(traced, plan) if chain.ended is None], plan, source)
-    model = _copied(traced)
+    model = copy_in_its_mode(traced.model)
     cut_channels(model, chains, source)
     try:
         _check_runs(model, traced)
@@ -80,14 +80,6 @@ def restore_plan(traced: Traced, plan: PrunePlan | None, records: Sequence[Prune
         raise RecordError(f"{source}: the model does not run without the channels of the record: {error}") from error
     _make_sparse(model, plan)
     put_masks(model, records, source)
-    return model
-
-
-def _copied(traced: Traced) -> nn.Module:
-    """A copy of the model in its own mode."""
-    model = copy_model(traced.model)
-    for original, duplicate in zip(traced.model.modules(), model.modules(), strict=True):
-        duplicate.training = original.training
     return model
 
 

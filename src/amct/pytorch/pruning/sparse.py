@@ -16,7 +16,7 @@ from torch.nn import functional
 from amct.errors import RecordError, did_you_mean
 from amct.numerics.pruning import two_of_four_mask
 from amct.pytorch.qat.layers import QuantizedConv2d, QuantizedConvTranspose2d, QuantizedLayer, QuantizedLinear
-from amct.pytorch.user_model import as_array, copy_model
+from amct.pytorch.user_model import as_array, copy_in_its_mode
 from amct.record import PruneNode, PruneRecord
 
 if TYPE_CHECKING:
@@ -101,14 +101,48 @@ class SparseConvTranspose2d(Sparse, nn.ConvTranspose2d):
         )
 
 
-SPARSE: Mapping[type[nn.Module], type[Sparse]] = {
-    each.plain_class: each for each in (SparseConv2d, SparseLinear, SparseConvTranspose2d)
+class _SparseQuantized(Sparse):
+    def quantized_weight(self) -> Tensor:
+        """The masked weight on its grid."""
+        return cast("Tensor", cast("QuantizedLayer", self).weight_quantizer(self.masked_weight()))
+
+
+class SparseQuantizedConv2d(_SparseQuantized, QuantizedConv2d):
+    """The quantized Conv2d with 2:4 sparsity; the weight is masked first."""
+
+    plain_class = QuantizedConv2d
+
+
+class SparseQuantizedLinear(_SparseQuantized, QuantizedLinear):
+    """The quantized Linear with 2:4 sparsity; the weight is masked first."""
+
+    plain_class = QuantizedLinear
+
+
+class SparseQuantizedConvTranspose2d(_SparseQuantized, QuantizedConvTranspose2d):
+    """The quantized ConvTranspose2d with 2:4 sparsity; the weight is masked first."""
+
+    plain_class = QuantizedConvTranspose2d
+    input_axis = 0
+
+
+_SPARSE_CLASSES: Mapping[type[nn.Module], type[Sparse]] = {
+    each.plain_class: each
+    for each in (
+        SparseQuantizedConv2d,
+        SparseQuantizedLinear,
+        SparseQuantizedConvTranspose2d,
+        SparseConv2d,
+        SparseLinear,
+        SparseConvTranspose2d,
+    )
 }
+"""The sparse class of each class of layers; those with quantizers come first, they are layers of torch too."""
 
 
 def sparse_refusal(module: nn.Module) -> str | None:
     """Why a layer cannot be made sparse; None if it can."""
-    plain = next((kind for kind in SPARSE if isinstance(module, kind)), None)
+    plain = next((kind for kind in _SPARSE_CLASSES if isinstance(module, kind)), None)
     if plain is None:
         return f"{type(module).__name__} cannot be made sparse"
     methods = ("forward", "_conv_forward")
@@ -116,19 +150,16 @@ def sparse_refusal(module: nn.Module) -> str | None:
     return f"{type(module).__name__} has a {own[0]} of its own" if own else None
 
 
-def make_sparse(
-    model: nn.Module, frequencies: Mapping[str, int], classes: Mapping[type[nn.Module], type[Sparse]] = SPARSE
-) -> None:
+def make_sparse(model: nn.Module, frequencies: Mapping[str, int]) -> None:
     """Turn layers of a model into sparse ones, in place.
 
     Args:
         model: The model.
         frequencies: The ``update_freq`` of each layer, by name.
-        classes: The sparse class of each class of layers.
     """
     for name, frequency in frequencies.items():
         module = model.get_submodule(name)
-        module.__class__ = next(sparse for plain, sparse in classes.items() if isinstance(module, plain))
+        module.__class__ = next(sparse for plain, sparse in _SPARSE_CLASSES.items() if isinstance(module, plain))
         assert isinstance(module, Sparse)
         module.update_freq = frequency
         weight = module.weight
@@ -182,53 +213,20 @@ def put_masks(model: nn.Module, records: Iterable[PruneRecord], source: str) -> 
         layer.weight_mask.copy_(torch.from_numpy(mask))
 
 
-class _SparseQuantized(Sparse):
-    def quantized_weight(self) -> Tensor:
-        """The masked weight on its grid."""
-        return cast("Tensor", cast("QuantizedLayer", self).weight_quantizer(self.masked_weight()))
-
-
-class SparseQuantizedConv2d(_SparseQuantized, QuantizedConv2d):
-    """The quantized Conv2d with 2:4 sparsity; the weight is masked first."""
-
-    plain_class = QuantizedConv2d
-
-
-class SparseQuantizedLinear(_SparseQuantized, QuantizedLinear):
-    """The quantized Linear with 2:4 sparsity; the weight is masked first."""
-
-    plain_class = QuantizedLinear
-
-
-class SparseQuantizedConvTranspose2d(_SparseQuantized, QuantizedConvTranspose2d):
-    """The quantized ConvTranspose2d with 2:4 sparsity; the weight is masked first."""
-
-    plain_class = QuantizedConvTranspose2d
-    input_axis = 0
-
-
-SPARSE_QUANTIZED: Mapping[type[nn.Module], type[Sparse]] = {
-    each.plain_class: each for each in (SparseQuantizedConv2d, SparseQuantizedLinear, SparseQuantizedConvTranspose2d)
-}
-
-
 def without_masks(model: nn.Module) -> tuple[nn.Module, dict[str, Sparse]]:
     """A plain copy of a model with masks, and its sparse layers by name; a model without masks itself."""
     layers = sparse_layers(model)
     if not layers:
         return model, {}
-    plain = copy_model(model)
+    plain = copy_in_its_mode(model)
     make_plain(plain)
-    for original, duplicate in zip(model.modules(), plain.modules(), strict=True):
-        duplicate.training = original.training
     return plain, layers
 
 
 def put_sparse(model: nn.Module, layers: Mapping[str, Sparse]) -> None:
     """Make layers of a model with quantizers sparse as others are, in place; some may have stayed float."""
+    make_sparse(model, {name: layer.update_freq for name, layer in layers.items()})
     for name, layer in layers.items():
-        quantized = isinstance(model.get_submodule(name), QuantizedLayer)
-        make_sparse(model, {name: layer.update_freq}, SPARSE_QUANTIZED if quantized else SPARSE)
         found = model.get_submodule(name)
         assert isinstance(found, Sparse)
         with torch.no_grad():

@@ -37,7 +37,7 @@ from amct.pytorch.qat.layers import QuantizedCall, as_quantized, put_quantizers,
 from amct.pytorch.qat.model import QatState, as_qat_model, keep_statistics, kept_batch, with_state
 from amct.pytorch.qat.operations import add_calls, instrument
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
-from amct.pytorch.user_model import copy_model, refuse_operators, unwrap
+from amct.pytorch.user_model import copy_in_its_mode, copy_model, refuse_operators, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -146,9 +146,7 @@ def build(traced: Traced, plan: RetrainPlan, *, weight_bits: Mapping[int, int] |
     norms = fuse(traced)
     for skip in norms.skips:
         logger.info("not folded: %s", skip)
-    model = copy_model(traced.model)
-    for original, duplicate in zip(traced.model.modules(), model.modules(), strict=True):
-        duplicate.training = original.training
+    model = copy_in_its_mode(traced.model)
     calls = _functional_calls(model, {layer.name for layer in chosen})
     leaders: dict[object, ActivationQuantizer] = {}
     for layer in chosen:
