@@ -1,4 +1,4 @@
-"""Rules of layers: convolutions, linear layers, poolings, paddings and resizings."""
+"""Rules of layers: convolutions, linear layers, batch norms, poolings, paddings and resizings."""
 
 from __future__ import annotations
 
@@ -113,6 +113,46 @@ def transposed(to: Writer, x: Value) -> Value:
     if x.constant is not None:
         return to.constant(x.constant.transpose(-1, -2).contiguous())
     return to.transpose(x, [*range(x.rank - 2), x.rank - 1, x.rank - 2])
+
+
+def vector_of(to: Writer, value: float, size: Size) -> Value:
+    """One value for each channel."""
+    return to.constant(torch.full(static([size], "a normalization"), value, dtype=to.dtype))
+
+
+@rule("_native_batch_norm_legit_no_training", first=True)
+@rule("batch_norm")
+def batch_norm(
+    to: Writer,
+    x: Value,
+    weight: Value | None,
+    bias: Value | None,
+    running_mean: Value | None,
+    running_var: Value | None,
+    eps: float,
+    training: bool = False,
+) -> Value:
+    """A batch norm in eval mode, or a normalization of each channel over the batch (weight standardization)."""
+    if running_mean is None or running_var is None:
+        return _normalized_channels(to, x, weight, bias, eps)
+    if training:
+        raise NotLoweredError("a batch norm in training mode")
+    channels = running_mean.size(0)
+    scale = vector_of(to, 1.0, channels) if weight is None else weight
+    shift = vector_of(to, 0.0, channels) if bias is None else bias
+    return to.add("BatchNormalization", x, scale, shift, running_mean, running_var, epsilon=eps)
+
+
+def _normalized_channels(to: Writer, x: Value, weight: Value | None, bias: Value | None, eps: float) -> Value:
+    axes = [axis for axis in range(x.rank) if axis != 1]
+    centred = to.binary("Sub", x, to.reduce("ReduceMean", x, axes))
+    variance = to.reduce("ReduceMean", to.mul(centred, centred), axes)
+    found = to.binary("Div", centred, to.unary("Sqrt", to.binary("Add", variance, to.constant(eps))))
+    if weight is not None:
+        found = to.mul(found, to.unsqueeze(weight, list(range(1, x.rank - 1))))
+    if bias is not None:
+        found = to.binary("Add", found, to.unsqueeze(bias, list(range(1, x.rank - 1))))
+    return found
 
 
 def _pooled_axes(operator: str) -> int:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.pytorch.onnx.lowering.writer import NotLoweredError, Size, rule, static
+from amct.pytorch.onnx.lowering.rules.layers import batch_norm, vector_of
+from amct.pytorch.onnx.lowering.writer import NotLoweredError, rule, static
 
 if TYPE_CHECKING:
     from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
@@ -69,7 +70,7 @@ def truth(to: Writer, x: Value, operator: str, dim: Axes = None, keepdim: bool =
     return to.cast(whole, torch.bool)
 
 
-@rule("var", "std")
+@rule("var", "std", "var_mean", "std_mean")
 def variance(
     to: Writer,
     x: Value,
@@ -78,37 +79,27 @@ def variance(
     unbiased: bool = True,
     correction: Number | None = None,
     keepdim: bool = False,
-) -> Value:
-    """The variance, or its root."""
-    return _variance_and_mean(to, x, operator, dim, int(unbiased) if correction is None else correction, keepdim)[0]
-
-
-@rule("var_mean", "std_mean")
-def variance_and_mean(
-    to: Writer,
-    x: Value,
-    operator: str,
-    dim: Axes = None,
-    unbiased: bool = True,
-    correction: Number | None = None,
-    keepdim: bool = False,
-) -> list[Value]:
-    """The variance or its root, and the mean."""
-    to.result = to.result[0]
-    return _variance_and_mean(to, x, operator, dim, int(unbiased) if correction is None else correction, keepdim)
-
-
-def _variance_and_mean(to: Writer, x: Value, operator: str, dim: Axes, correction: Number, keep: bool) -> list[Value]:
+) -> Value | list[Value]:
+    """The variance or its root, with the mean if the operator returns both."""
+    both = operator.endswith("_mean")
+    if both:
+        to.result = to.result[0]
+    if correction is None:
+        correction = int(unbiased)
     axes = x.axes(dim)
     mean = to.reduce("ReduceMean", x, axes)
     centred = to.binary("Sub", x, mean)
-    found = to.reduce("ReduceMean", to.mul(centred, centred), axes, keep=keep)
+    found = to.reduce("ReduceMean", to.mul(centred, centred), axes, keep=keepdim)
     if correction:
         count = math.prod(static([x.size(axis) for axis in axes], "a variance"))
         if count <= correction:
             raise NotLoweredError("a variance of one value")
         found = to.mul(found, to.constant(count / (count - correction), x.dtype))
-    return [to.unary("Sqrt", found) if "std" in operator else found, mean if keep else to.squeeze(mean, axes)]
+    if operator.startswith("std"):
+        found = to.unary("Sqrt", found)
+    if not both:
+        return found
+    return [found, mean if keepdim else to.squeeze(mean, axes)]
 
 
 @rule("cumsum", implied=("dtype",))
@@ -117,45 +108,6 @@ def running_sum(to: Writer, x: Value, dim: int) -> Value:
     if not x.rank:
         return to.cast(x, to.dtype)
     return to.add("CumSum", to.cast(x, to.dtype), to.constant(x.axis(dim), torch.int64))
-
-
-def _vector_of(to: Writer, value: float, size: Size) -> Value:
-    return to.constant(torch.full(static([size], "a normalization"), value, dtype=to.dtype))
-
-
-@rule("_native_batch_norm_legit_no_training", first=True)
-@rule("batch_norm")
-def batch_norm(
-    to: Writer,
-    x: Value,
-    weight: Value | None,
-    bias: Value | None,
-    running_mean: Value | None,
-    running_var: Value | None,
-    eps: float,
-    training: bool = False,
-) -> Value:
-    """A batch norm in eval mode, or a normalization of each channel over the batch (weight standardization)."""
-    if running_mean is None or running_var is None:
-        return _normalized_channels(to, x, weight, bias, eps)
-    if training:
-        raise NotLoweredError("a batch norm in training mode")
-    channels = running_mean.size(0)
-    scale = _vector_of(to, 1.0, channels) if weight is None else weight
-    shift = _vector_of(to, 0.0, channels) if bias is None else bias
-    return to.add("BatchNormalization", x, scale, shift, running_mean, running_var, epsilon=eps)
-
-
-def _normalized_channels(to: Writer, x: Value, weight: Value | None, bias: Value | None, eps: float) -> Value:
-    axes = [axis for axis in range(x.rank) if axis != 1]
-    centred = to.binary("Sub", x, to.reduce("ReduceMean", x, axes))
-    variance = to.reduce("ReduceMean", to.mul(centred, centred), axes)
-    found = to.binary("Div", centred, to.unary("Sqrt", to.binary("Add", variance, to.constant(eps))))
-    if weight is not None:
-        found = to.mul(found, to.unsqueeze(weight, list(range(1, x.rank - 1))))
-    if bias is not None:
-        found = to.binary("Add", found, to.unsqueeze(bias, list(range(1, x.rank - 1))))
-    return found
 
 
 @rule("native_layer_norm", first=True)
@@ -199,7 +151,7 @@ def group_norm(
     shape = x.shape
     rest = math.prod(shape[1:]) // num_groups
     grouped = to.reshape(x, [shape[0], num_groups, rest])
-    scale, shift = _vector_of(to, 1.0, num_groups), _vector_of(to, 0.0, num_groups)
+    scale, shift = vector_of(to, 1.0, num_groups), vector_of(to, 0.0, num_groups)
     normal = to.add("InstanceNormalization", grouped, scale, shift, epsilon=eps, shape=grouped.shape)
     found = to.reshape(normal, shape)
     axes = list(range(1, x.rank - 1))
@@ -223,8 +175,8 @@ def instance_norm(
     if not use_input_stats:
         return batch_norm(to, x, weight, bias, running_mean, running_var, eps)
     channels = x.size(1)
-    scale = _vector_of(to, 1.0, channels) if weight is None else weight
-    shift = _vector_of(to, 0.0, channels) if bias is None else bias
+    scale = vector_of(to, 1.0, channels) if weight is None else weight
+    shift = vector_of(to, 0.0, channels) if bias is None else bias
     return to.add("InstanceNormalization", x, scale, shift, epsilon=eps)
 
 
