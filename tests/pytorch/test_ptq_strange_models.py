@@ -47,6 +47,37 @@ def is_near(given, wanted):
 # ------------------------------------------------------------------ quantized like any other model
 
 
+@pytest.mark.parametrize("form", ["method", "lambda", "closure"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_features_that_a_hook_keeps_on_the_model(form, grad, tmp_path):
+    def forward(self, x):
+        y = self.b(functional.relu(self.a(x)))
+        return self.c(torch.cat([self.features["a"], y], 1))
+
+    def keep(self, *call):
+        self.features["a"] = call[-1]
+
+    convs = {"a": nn.Conv2d(3, 4, 3), "b": nn.Conv2d(4, 8, 1), "c": nn.Conv2d(12, 2, 1)}
+    model = with_forward(forward, features={}, **convs)
+    type(model).keep, kept = keep, model.features
+    hooks = {
+        "method": model.keep,
+        "lambda": lambda *call: model.keep(*call),
+        "closure": lambda *call: kept.update(a=call[-1]),
+    }
+    model.a.register_forward_hook(hooks[form])
+    with torch.set_grad_enabled(grad):
+        model(*batches(1, 3, 8, 8, count=1))
+    features, data = model.features["a"], batches(1, 3, 8, 8)
+    quantized = amct.pytorch.quantize(model, data)
+    assert model.features["a"] is features
+    session = saved(quantized, tmp_path)
+    simulated = quantized.model(data[0]).detach().numpy()
+    assert model.features["a"] is features
+    assert is_near(simulated, model(data[0]).detach().numpy())
+    assert is_near(session.run(None, {session.get_inputs()[0].name: data[0].numpy()})[0], simulated)
+
+
 def test_a_branch_that_no_output_depends_on(tmp_path):
     """The auxiliary head of UperNet: its batch norm is folded, but the file has neither."""
 

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Collection
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -15,6 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
 
 from amct.errors import ModelError
 
@@ -52,14 +54,17 @@ def copy_model(model: nn.Module, *, share_tensors: bool = False, without: Iterab
     shared = {tensor.data_ptr() for tensor in without} - {0}
     memo = {id(tensor): _copied(tensor, share_tensors or (_address(tensor) in shared)) for tensor in _tensors(model)}
     memo.update({id(each): type(each)() for each in empty_attributes(model)})
-    try:
-        duplicate: nn.Module = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise ModelError(
-            f"{type(model).__name__} cannot be copied{_culprit(model)}: {error}. Compression works on a copy so that "
-            "your model stays as it is: keep such objects out of the model, or give their class a __deepcopy__"
-        ) from error
+    with _CopiedFeatures():
+        try:
+            duplicate: nn.Module = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise ModelError(
+                f"{type(model).__name__} cannot be copied{_culprit(model)}: {error}. Compression works on a copy so "
+                "that your model stays as it is: keep such objects out of the model, or give their class a __deepcopy__"
+            ) from error
     for module in duplicate.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.update({key: _rebound(hook, memo) for key, hook in hooks.items() if isinstance(hook, FunctionType)})
         if isinstance(original := getattr(module, _COMPILED, None), torch.nn.Module):
             module.forward = functools.partial(_called, original)  # nothing is compiled for a few batches
     return duplicate.eval()
@@ -71,6 +76,29 @@ def copy_in_its_mode(model: nn.Module) -> nn.Module:
     for original, copied in zip(model.modules(), duplicate.modules(), strict=True):
         copied.training = original.training
     return duplicate
+
+
+class _CopiedFeatures(TorchFunctionMode):
+    """Lets features that a hook kept on the model (results with a gradient) be copied: by their values."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401  whatever the function returns
+        del types
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def _rebound(hook: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """A hook made for the copy: it refers to the copies of what it referred to in the model (``self``, a dict)."""
+    cells = [(cell, memo.get(id(cell.cell_contents), cell.cell_contents)) for cell in hook.__closure__ or ()]
+    if all(copied is cell.cell_contents for cell, copied in cells):
+        return hook
+    closure = tuple(CellType(copied) for _, copied in cells)
+    rebound = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, closure)
+    rebound.__kwdefaults__ = hook.__kwdefaults__
+    return rebound
 
 
 def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the user's forward
