@@ -203,3 +203,46 @@ def test_a_layer_is_searched_early_only_where_it_is_certainly_called_once():
     observer = IfmrObserver()
     observer.observe(expected)
     assert quantized.record["once"].scale_d == float(observer.result().scale)
+
+
+class TwoNames(nn.Module):
+    """A block whose layer has two names and is called by both; the block has two names as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(8, 16), nn.ModuleDict({"one": nn.Linear(16, 16)})
+        self.block["two"] = self.block["one"]
+        self.again, self.last = self.block, nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        x = self.again["two"](torch.relu(self.block["one"](x)))
+        return self.last(torch.relu(self.again["one"](x)))
+
+
+@pytest.mark.parametrize("start", [amct.quantize, amct.prepare_qat])
+def test_a_module_under_several_names_is_one_layer(start, tmp_path):
+    torch.manual_seed(0)
+    net, data = TwoNames().eval(), [torch.randn(4, 8) for _ in range(3)]
+    quantized = start(net, data)
+    quantized.save(tmp_path / "net", ["qdq"], placement="exact", target="exact8")
+    layers = json.loads((tmp_path / "net_quant.json").read_text())["layers"]
+    assert list(layers) == ["first", "block.one", "last"]
+    simulation = quantized if isinstance(quantized, nn.Module) else quantized.model
+    written = run_onnx(tmp_path / "net_qdq_model.onnx", net, data[0])[0]
+    np.testing.assert_allclose(run_torch(simulation, data[0])[0], written, atol=1e-4)
+
+
+def test_channels_of_a_module_under_several_names_are_removed():
+    torch.manual_seed(0)
+    net, x = TwoNames().eval(), torch.randn(4, 8)
+    pruned = amct.prune(net, x, ratio=0.5)
+    assert pruned.channels == {"first": (16, 8), "block.one": (16, 8), "last": (3, 3)}
+    assert pruned.model.again["two"] is pruned.model.block["one"]
+    assert pruned.model(x).shape == (4, 3)
+
+
+def test_amct_functions_leave_a_module_under_several_names_float(tmp_path):
+    flow = Flow(tmp_path, TwoNames().eval(), torch.randn(4, 8)).configure()
+    blocks = json.loads(flow.config.read_text())
+    assert [name for name, block in blocks.items() if isinstance(block, dict)] == ["first", "last"]

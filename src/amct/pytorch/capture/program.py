@@ -113,10 +113,30 @@ def capture(
         ):
             program = torch.export.export(duplicate, args, kwargs, dynamic_shapes=shapes, strict=False)
             rewrite(program)
+            _name_modules_once(program, duplicate)
     except Exception as error:  # noqa: BLE001  the user's forward runs here and torch.export raises many types
         return failure_of(error)
     sys.stderr.write(said.getvalue())
     return program
+
+
+def _name_modules_once(program: ExportedProgram, model: nn.Module) -> None:
+    """Give a module that the model has under several names its first one wherever it is called and its tensors read."""
+    first: dict[nn.Module, str] = {}
+    every = [(name, first.setdefault(each, name)) for name, each in model.named_modules(remove_duplicate=False)]
+    names = {name: kept for name, kept in every if name != kept}
+    if not names:
+        return
+    signature = program.graph_signature
+    stored = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    readers = {stored[node.name]: node for node in program.graph.nodes if node.name in stored}
+    for target, node in readers.items():
+        path, _, leaf = target.rpartition(".")
+        node.replace_all_uses_with(readers.get(f"{names.get(path, path)}.{leaf}", node))
+    for node in program.graph.nodes:
+        if stack := node.meta.get("nn_module_stack"):
+            node.meta["nn_module_stack"] = {key: (names.get(path, path), kind) for key, (path, kind) in stack.items()}
+    program.graph_module.recompile()
 
 
 def _hide_empty_buffers(model: nn.Module) -> None:

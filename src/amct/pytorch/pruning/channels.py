@@ -189,7 +189,8 @@ class ChannelMap:
         model = self.model
         self.modules = dict(model.named_modules(remove_duplicate=False))
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        owners = Counter(id(tensor) for _, tensor in tensors)
+        parts = (part for module in model.modules() for part in (module._parameters, module._buffers))
+        owners = Counter(id(tensor) for part in parts for tensor in part.values())
         self._shared = {name for name, tensor in tensors if owners[id(tensor)] > 1}
         self.tensors = dict(tensors)
 
