@@ -127,8 +127,7 @@ def _name_modules_once(program: ExportedProgram, model: nn.Module) -> None:
     names = {name: kept for name, kept in every if name != kept}
     if not names:
         return
-    signature = program.graph_signature
-    stored = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    stored = {**program.graph_signature.inputs_to_parameters, **program.graph_signature.inputs_to_buffers}
     readers = {stored[node.name]: node for node in program.graph.nodes if node.name in stored}
     for target, node in readers.items():
         path, _, leaf = target.rpartition(".")
