@@ -177,6 +177,18 @@ def test_lean_mode_frees_and_says_so(write):
         caffe.Net(path, caffe.TEST, keep_blobs=["nope"])
 
 
+def test_lean_mode_keeps_the_loss_of_a_layer_without_top(write):
+    """As in BVLC's finetune_pascal_detection."""
+    loss = 'layer { name: "loss" type: "EuclideanLoss" bottom: "data" bottom: "twice" }'
+    path = write(HEAD + 'layer { name: "p" type: "Power" bottom: "data" top: "twice" power_param { scale: 2 } }' + loss)
+    losses = []
+    for keep_blobs in (True, False):
+        net = Net.from_file(path, keep_blobs=keep_blobs)
+        net.blob("data").set_tensor(torch.ones(2, 8, 40, 40))
+        losses.append(net.forward())
+    assert losses == [8 * 40 * 40 / 2] * 2
+
+
 def test_lean_mode_frees_old_results_before_it_makes_new_ones(write):
     net = randomize(caffe.Net(write(BRANCHES), caffe.TEST, keep_blobs=["d"], runtime="torch"))
     data, other = np.random.RandomState(1).randn(2, 2, 8, 40, 40)

@@ -250,7 +250,8 @@ class Net:
         if keep_blobs is True:
             return None
         names = [] if keep_blobs is False else list(keep_blobs)
-        return frozenset([*self.graph.inputs, *self.graph.outputs, *(self._index_of(name) for name in names)])
+        losses = (index for index, weight in enumerate(self.graph.loss_weights) if weight)  # of a layer without top too
+        return frozenset([*self.graph.inputs, *self.graph.outputs, *losses, *map(self._index_of, names)])
 
     def _index_of(self, name: str) -> int:
         index = self._blob_index.get(name)
