@@ -387,6 +387,35 @@ def test_every_type_with_weights(tmp_path, trained, monkeypatch):
     np.testing.assert_array_equal(found, steps)
 
 
+TIME_MAJOR = """
+layer { name: "x" type: "DummyData" top: "x" dummy_data_param { shape { dim: 5 dim: 2 dim: 3 dim: 4 dim: 4 } } }
+layer { name: "flat" type: "Reshape" bottom: "x" top: "flat" reshape_param { shape { dim: 10 dim: 48 } } }
+layer { name: "fc" type: "InnerProduct" bottom: "flat" top: "fc"
+  inner_product_param { num_output: 4 weight_filler { type: "xavier" } } }
+layer { name: "y" type: "Reshape" bottom: "fc" top: "y" reshape_param { shape { dim: 5 dim: 2 dim: 4 } } }
+layer { name: "loss" type: "Reduction" bottom: "y" top: "loss" loss_weight: 1 }
+"""
+
+
+def test_a_net_whose_layers_fix_the_number_of_samples(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("net.prototxt").write_text(TIME_MAJOR.replace("4 } }", '4 } data_filler { type: "gaussian" std: 1 } }', 1))
+    caffe.Net("net.prototxt", caffe.TRAIN).save("net.caffemodel")
+    amct.create_quant_retrain_config("c.json", "net.prototxt", "net.caffemodel")
+    retrained = ("net.prototxt", "net.caffemodel", "c.json", "m.prototxt", "m.caffemodel", "r.txt")
+    amct.create_quant_retrain_model(*retrained)
+    settings = "max_iter: 2 test_interval: 2 test_iter: 1 snapshot: 2 base_lr: 0.001"
+    Path("s.prototxt").write_text(f'net: "m.prototxt" lr_policy: "fixed" snapshot_prefix: "s" {settings}')
+    solver = caffe.SGDSolver("s.prototxt")
+    solver.net.copy_from("m.caffemodel")
+    solver.solve()
+    amct.save_quant_retrain_model("m.prototxt", "s_iter_2.caffemodel", "Both", "out/net", "r.txt", "c.json")
+    deployed = read_message("out/net_atc_model.prototxt", "NetParameter")
+    assert list(deployed.layer[0].input_param.shape[0].dim) == [5, 2, 3, 4, 4]
+    session = onnxruntime.InferenceSession("out/net_qdq_model.onnx")
+    assert session.run(None, {"x": np.ones((5, 2, 3, 4, 4), np.float32)})[0].shape == (5, 2, 4)
+
+
 def test_the_guides_config(tmp_path, monkeypatch):
     """The JSON of the guide's sample is what is written for a net with these layers."""
     monkeypatch.chdir(tmp_path)

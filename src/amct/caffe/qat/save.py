@@ -297,7 +297,8 @@ def _onnx_reference(model: CaffeModel, results: Results) -> Reference | None:
     net = model.build()
     wanted = [blob for layer in results.folded_model.layers if layer.type == "Input" for blob in layer.top]
     net.forward()
-    inputs = {blob: net.blob(blob).tensor[:1].detach().cpu().numpy().copy() for blob in wanted}
+    counts = blob_shapes(results.folded_model.net)
+    inputs = {blob: net.blob(blob).tensor[: counts[blob][0]].detach().cpu().numpy().copy() for blob in wanted}
     return reference_on(results, inputs, "a sample of the net's own data")
 
 
@@ -305,7 +306,9 @@ _MEASURES = ("Accuracy", "Silence", "HDF5Output")
 
 
 def inference_model(model: CaffeModel) -> CaffeModel:
-    """A copy of a model without losses, accuracies and what only they read, with Input layers of one sample.
+    """A copy of a model without losses, accuracies and what only they read, with Input layers in place of its data.
+
+    They have one sample, or as many as the data where layers fix their number.
 
     Raises:
         AmctError: The shapes of the data are unknown: its source cannot be read.
@@ -314,14 +317,21 @@ def inference_model(model: CaffeModel) -> CaffeModel:
     shapes = blob_shapes(model.net) if any(_is_source(layer) for layer in model.layers) else {}
     kept = [layer for layer in model.layers if not _is_measure(layer)]
     read = {blob for layer in kept for blob in layer.bottom}
-    layers: list[ProtoMessage] = []
-    for layer in kept:
-        if _is_source(layer):
-            layers += [_input(blob, shapes[blob]) for blob in layer.top if blob in read]
-        else:
-            layers.append(layer)
-    result.set_layers(layers)
+    result.set_layers(_with_inputs(kept, {blob: (1, *shape[1:]) for blob, shape in shapes.items() if blob in read}))
+    try:
+        blob_shapes(result.net)
+    except ModelError:
+        result.set_layers(_with_inputs(kept, {blob: shape for blob, shape in shapes.items() if blob in read}))
     return result
+
+
+def _with_inputs(layers: list[ProtoMessage], shapes: Mapping[str, tuple[int, ...]]) -> list[ProtoMessage]:
+    """The layers, with Input layers in place of those that make data."""
+    found: list[ProtoMessage] = []
+    for layer in layers:
+        is_source = _is_source(layer)
+        found += [_input(blob, shapes[blob]) for blob in layer.top if blob in shapes] if is_source else [layer]
+    return found
 
 
 def _is_source(layer: ProtoMessage) -> bool:
@@ -338,5 +348,5 @@ def _is_measure(layer: ProtoMessage) -> bool:
 
 def _input(blob: str, shape: tuple[int, ...]) -> ProtoMessage:
     made = new_message("LayerParameter", name=blob, type="Input", top=[blob])
-    made.input_param.shape.add().dim.extend([1, *shape[1:]])
+    made.input_param.shape.add().dim.extend(shape)
     return made
