@@ -11,7 +11,7 @@ import typer
 
 from amct import log
 from amct.cli.batches import full_batches
-from amct.cli.model_pair import Kind, ModelPair, check_file, parse_models
+from amct.cli.model_pair import ModelKind, ModelPair, check_file, parse_models
 from amct.cli.options import CustomProtoOption, DataOptions, Models, Top1, takes_data
 from amct.cli.printing import aligned, comparison_row, decibel, most_harmed, show, show_json
 from amct.errors import ArgumentError, CalibrationError
@@ -202,12 +202,12 @@ def _run_onnx_files(
         return measure(float_model, quantized, batches, inputs=_values), None
     from amct.onnx_model.file_report import files_report
 
-    files = (*(() if pair.kind is Kind.TORCH else pair.float_model), quantized)
+    files = (*(() if pair.kind is ModelKind.TORCH else pair.float_model), quantized)
     found = files_report(float_model, quantized, batches, metric=request.metric, inputs=_values, files=files, name=name)
     return found.measured, found.content
 
 
-_RUNS: dict[Kind, Any] = {Kind.CAFFE: _run_caffe, Kind.ONNX: _run_onnx, Kind.TORCH: _run_torch}
+_RUNS: dict[ModelKind, Any] = {ModelKind.CAFFE: _run_caffe, ModelKind.ONNX: _run_onnx, ModelKind.TORCH: _run_torch}
 
 
 def _fixed_batch_size(model_file: str) -> int | None:

@@ -16,7 +16,7 @@ from amct.errors import ArgumentError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from amct.cli.model_layers import Dialect
+    from amct.cli.model_layers import Framework
     from amct.config.full_config import ExplainedSetting, FullConfig
     from amct.config.layers import LayerList
 
@@ -40,7 +40,7 @@ _SHOWN_SETTINGS = (
 )  # in one line
 
 
-class Kind(str, Enum):
+class ConfigKind(str, Enum):
     """The purpose of a config."""
 
     ptq = "ptq"
@@ -58,7 +58,7 @@ ModelOption = Annotated[
     ),
 ]
 KindOption = Annotated[
-    Kind,
+    ConfigKind,
     typer.Option(
         "--kind",
         help="What the config is for: post-training quantization, quantization-aware training, pruning with or without "
@@ -83,7 +83,7 @@ def init(
     from amct.cli.model_layers import model_layers
 
     dialect, layers = model_layers(model, input_shape, custom_proto)
-    config = _expanded(cfg, dialect, Kind.ptq, layers) if cfg else _default(dialect, layers)
+    config = _expanded(cfg, dialect, ConfigKind.ptq, layers) if cfg else _default(dialect, layers)
     atomic.write_text(output, config.to_json())
     _show_warnings(config)
     show(f"wrote {output}: {len(config.layers)} quantizable layers of {len(layers)}")
@@ -94,7 +94,7 @@ def check(
     config: ConfigArgument,
     model: ModelOption,
     input_shape: ShapeOption = None,
-    kind: KindOption = Kind.ptq,
+    kind: KindOption = ConfigKind.ptq,
     custom_proto: CustomProtoOption = None,
 ) -> None:
     """Check a config against a model: every mistake with its line, exit code 2 when there is one.
@@ -112,7 +112,7 @@ def explain(
     config: ConfigArgument,
     model: ModelOption,
     input_shape: ShapeOption = None,
-    kind: KindOption = Kind.ptq,
+    kind: KindOption = ConfigKind.ptq,
     layer: Annotated[str | None, typer.Option("--layer", help="Only this layer, with every setting.")] = None,
     custom_proto: CustomProtoOption = None,
     as_json: JsonOption = False,
@@ -137,7 +137,7 @@ def explain(
 
 
 def _read(
-    config: Path, model: str, input_shape: str | None, kind: Kind, custom_proto: Path | None
+    config: Path, model: str, input_shape: str | None, kind: ConfigKind, custom_proto: Path | None
 ) -> tuple[FullConfig, LayerList]:
     from amct.cli.model_layers import model_layers
 
@@ -145,7 +145,7 @@ def _read(
     return _expanded(config, dialect, kind, layers), layers
 
 
-def _expanded(config: Path, dialect: Dialect, kind: Kind, layers: LayerList) -> FullConfig:
+def _expanded(config: Path, dialect: Framework, kind: ConfigKind, layers: LayerList) -> FullConfig:
     """Read a simple or full config as a full one; ``.json`` or a leading ``{`` marks a full config."""
     from amct import atomic
 
@@ -158,9 +158,9 @@ def _expanded(config: Path, dialect: Dialect, kind: Kind, layers: LayerList) -> 
     return read(data, str(config), layers)
 
 
-def _readers(dialect: Dialect, kind: Kind) -> tuple[_Reader, _Reader | None]:
+def _readers(dialect: Framework, kind: ConfigKind) -> tuple[_Reader, _Reader | None]:
     """Return the readers of the simple and the full form of a config; the second is None if there is no full form."""
-    from amct.cli.model_layers import Dialect
+    from amct.cli.model_layers import Framework
     from amct.config.prune.dialect import COMPRESSION
     from amct.config.ptq.caffe import CAFFE
     from amct.config.ptq.kv_cache import KV_CACHE
@@ -168,25 +168,25 @@ def _readers(dialect: Dialect, kind: Kind) -> tuple[_Reader, _Reader | None]:
     from amct.config.qat.caffe import CAFFE_QAT
     from amct.config.qat.pytorch import PYTORCH_QAT
 
-    table: dict[tuple[Dialect, Kind], tuple[_Reader, _Reader | None]] = {
-        (Dialect.pytorch, Kind.ptq): (PYTORCH.expand_config, PYTORCH.read_config),
-        (Dialect.pytorch, Kind.qat): (PYTORCH_QAT.expand_config, PYTORCH_QAT.read_config),
-        (Dialect.pytorch, Kind.compress): (COMPRESSION.expand_config, None),
-        (Dialect.pytorch, Kind.kv_cache): (KV_CACHE.expand_config, KV_CACHE.read_config),
-        (Dialect.caffe, Kind.ptq): (CAFFE.expand_config, CAFFE.read_config),
-        (Dialect.caffe, Kind.qat): (CAFFE_QAT.expand_config, CAFFE_QAT.read_config),
+    table: dict[tuple[Framework, ConfigKind], tuple[_Reader, _Reader | None]] = {
+        (Framework.pytorch, ConfigKind.ptq): (PYTORCH.expand_config, PYTORCH.read_config),
+        (Framework.pytorch, ConfigKind.qat): (PYTORCH_QAT.expand_config, PYTORCH_QAT.read_config),
+        (Framework.pytorch, ConfigKind.compress): (COMPRESSION.expand_config, None),
+        (Framework.pytorch, ConfigKind.kv_cache): (KV_CACHE.expand_config, KV_CACHE.read_config),
+        (Framework.caffe, ConfigKind.ptq): (CAFFE.expand_config, CAFFE.read_config),
+        (Framework.caffe, ConfigKind.qat): (CAFFE_QAT.expand_config, CAFFE_QAT.read_config),
     }
     if (dialect, kind) not in table:
         raise ArgumentError(f"--kind {kind.value}: there is no such config for Caffe models, only for PyTorch models")
     return table[dialect, kind]
 
 
-def _default(dialect: Dialect, layers: LayerList) -> FullConfig:
-    from amct.cli.model_layers import Dialect
+def _default(dialect: Framework, layers: LayerList) -> FullConfig:
+    from amct.cli.model_layers import Framework
     from amct.config.ptq.caffe import CAFFE
     from amct.config.ptq.pytorch import PYTORCH
 
-    if dialect is Dialect.caffe:
+    if dialect is Framework.caffe:
         return CAFFE.default_config(layers)
     return PYTORCH.default_config(layers)
 

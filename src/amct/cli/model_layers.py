@@ -23,14 +23,14 @@ ONNX_ENDING = ".onnx"
 LIST_FORM = 'two words a line, "name type"'
 
 
-class Dialect(str, Enum):
+class Framework(str, Enum):
     """The framework whose config dialect is used."""
 
     pytorch = "pytorch"
     caffe = "caffe"
 
 
-def model_layers(model: str, input_shape: str | None, custom_proto: Path | None = None) -> tuple[Dialect, LayerList]:
+def model_layers(model: str, input_shape: str | None, custom_proto: Path | None = None) -> tuple[Framework, LayerList]:
     """Return the config dialect and the layers of a model.
 
     Args:
@@ -47,16 +47,16 @@ def model_layers(model: str, input_shape: str | None, custom_proto: Path | None 
     if is_prototxt(model):
         from amct.caffe.prototxt import layer_list
 
-        return Dialect.caffe, layer_list(path, custom_proto)
+        return Framework.caffe, layer_list(path, custom_proto)
     if path.suffix == ".txt":
         return _listed(path)
     if path.suffix == ONNX_ENDING:
         from amct.onnx_model.layers import find_all_layers
         from amct.onnx_model.reading import read_model
 
-        return Dialect.pytorch, find_all_layers(read_model(path).model).config_layers()
+        return Framework.pytorch, find_all_layers(read_model(path).model).config_layers()
     if ":" in model:
-        return Dialect.pytorch, _traced(model, input_shape)
+        return Framework.pytorch, _traced(model, input_shape)
     raise ArgumentError(
         'model: expected a .prototxt, an .onnx file, a Python reference "package.module:factory" or a list of layers '
         f'in a .txt file ({LIST_FORM}), got "{model}"'
@@ -68,7 +68,7 @@ def is_prototxt(model: str) -> bool:
     return model.endswith((".prototxt", ".prototxt.txt"))
 
 
-def _listed(path: Path) -> tuple[Dialect, LayerList]:
+def _listed(path: Path) -> tuple[Framework, LayerList]:
     from amct.config.layers import CAFFE_TYPES, LayerInfo, LayerList
 
     layers = []
@@ -82,7 +82,7 @@ def _listed(path: Path) -> tuple[Dialect, LayerList]:
     is_caffe = any(layer.type in CAFFE_TYPES for layer in layers) and not any(
         layer.type in ("Conv1d", "Conv2d", "Conv3d", "Linear") for layer in layers
     )
-    return (Dialect.caffe if is_caffe else Dialect.pytorch), LayerList(layers)
+    return (Framework.caffe if is_caffe else Framework.pytorch), LayerList(layers)
 
 
 def _text(path: Path) -> str:

@@ -20,7 +20,7 @@ _WEIGHTS = (".caffemodel", ".h5")
 _MODEL, _WEIGHTS_BESIDE = "_model.prototxt", "_weights.caffemodel"
 
 
-class Kind(Enum):
+class ModelKind(Enum):
     """The format of the float model."""
 
     CAFFE = "Caffe"
@@ -38,7 +38,7 @@ class ModelPair:
         quantized_model: A prototxt and a caffemodel, or an ONNX file.
     """
 
-    kind: Kind
+    kind: ModelKind
     float_model: tuple[str, ...]
     quantized_model: tuple[str, ...]
 
@@ -56,29 +56,29 @@ def parse_models(words: list[str]) -> ModelPair:
     quantized, left = _quantized_model(kind, rest)
     if left:
         raise ArgumentError(f'expected two models, and got "{left[0]}" behind them; write {FORMS}')
-    for path in (*(() if kind is Kind.TORCH else float_model), *quantized):
+    for path in (*(() if kind is ModelKind.TORCH else float_model), *quantized):
         check_file(path)
     return ModelPair(kind=kind, float_model=float_model, quantized_model=quantized)
 
 
-def _float_model(words: list[str]) -> tuple[Kind, tuple[str, ...], list[str]]:
+def _float_model(words: list[str]) -> tuple[ModelKind, tuple[str, ...], list[str]]:
     first, rest = words[0], words[1:]
     if first.endswith(".onnx"):
-        return Kind.ONNX, (first,), rest
+        return ModelKind.ONNX, (first,), rest
     if ".prototxt" in Path(first).name or (rest and rest[0].endswith(_WEIGHTS)):
         files, rest = _caffe_files(first, rest)
-        return Kind.CAFFE, files, rest
+        return ModelKind.CAFFE, files, rest
     if ":" in first:
-        return Kind.TORCH, (first,), rest
+        return ModelKind.TORCH, (first,), rest
     raise ArgumentError(
         f'"{first}": expected a float model: a .prototxt with its .caffemodel, an .onnx file or a Python reference '
         '"package.module:factory"'
     )
 
 
-def _quantized_model(kind: Kind, words: list[str]) -> tuple[tuple[str, ...], list[str]]:
+def _quantized_model(kind: ModelKind, words: list[str]) -> tuple[tuple[str, ...], list[str]]:
     first, rest = words[0], words[1:]
-    if kind is Kind.CAFFE:
+    if kind is ModelKind.CAFFE:
         if first.endswith(".onnx"):
             raise ArgumentError(
                 f'"{first}": a Caffe model is compared with the fake-quant or deploy pair of the same quantization; '

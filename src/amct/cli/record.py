@@ -12,7 +12,7 @@ from amct.cli import printing
 from amct.cli.options import JsonOption
 
 if TYPE_CHECKING:
-    from amct.record import Dialect
+    from amct.record import RecordDialect
 
 app = typer.Typer(
     name="record",
@@ -45,7 +45,7 @@ DialectOption = Annotated[
 ]
 
 
-def _dialect(choice: DialectChoice) -> Dialect | None:
+def _dialect(choice: DialectChoice) -> RecordDialect | None:
     return None if choice is DialectChoice.auto else choice.value
 
 

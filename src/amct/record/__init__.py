@@ -31,10 +31,10 @@ from amct.record.records import (
     CaffeLayerRecord,
     CaffeRecord,
     DataFactors,
-    Dialect,
     KvCacheRecord,
     LayerRecord,
     Record,
+    RecordDialect,
 )
 from amct.record.show import (
     Difference,
@@ -53,7 +53,6 @@ __all__ = [
     "CaffeLayerRecord",
     "CaffeRecord",
     "DataFactors",
-    "Dialect",
     "Difference",
     "KvCacheRecord",
     "LayerRecord",
@@ -61,6 +60,7 @@ __all__ = [
     "PruneNode",
     "PruneRecord",
     "Record",
+    "RecordDialect",
     "RecordLayer",
     "convert_record_file",
     "describe_difference",

@@ -21,10 +21,10 @@ from amct.record.records import (
     CaffeLayerRecord,
     CaffeRecord,
     DataFactors,
-    Dialect,
     KvCacheRecord,
     LayerRecord,
     Record,
+    RecordDialect,
 )
 from amct.schema import descriptor, format_text, message_class, parse_text, read_binary
 
@@ -69,7 +69,7 @@ _ATTRIBUTE_FIELDS: dict[AttributeType, str] = {
     "STRINGS": "strings",
 }
 
-_KINDS: dict[Dialect, type[AnyRecord]] = {"pytorch": Record, "caffe": CaffeRecord}
+_KINDS: dict[RecordDialect, type[AnyRecord]] = {"pytorch": Record, "caffe": CaffeRecord}
 _BINARY_SUFFIXES = frozenset({".bin", ".pb", ".binpb"})
 #: Control characters that do not occur in text; every binary record has some of them as tags.
 _NOT_TEXT = bytes(code for code in range(32) if chr(code) not in "\t\n\v\f\r")
@@ -90,7 +90,7 @@ def read_caffe_record(path: AnyPath) -> CaffeRecord:
     return _read(atomic.read_bytes(path), str(path), CaffeRecord, form_of(path))
 
 
-def read_any_record(path: AnyPath, *, dialect: Dialect | None = None) -> AnyRecord:
+def read_any_record(path: AnyPath, *, dialect: RecordDialect | None = None) -> AnyRecord:
     """Read a record file; without ``dialect`` it is detected from the content.
 
     Raises:

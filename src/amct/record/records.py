@@ -195,13 +195,13 @@ def _convert(instance: object, convert: Callable[[Any], object], *names: str) ->
             object.__setattr__(instance, name, convert(value))
 
 
-Dialect = Literal["pytorch", "caffe"]
+RecordDialect = Literal["pytorch", "caffe"]
 
 _LayerT = TypeVar("_LayerT")
 
 
 @dataclass(frozen=True)
-class Layers(Mapping[str, _LayerT]):
+class LayersByName(Mapping[str, _LayerT]):
     """Layers by name, in the order of the file. Comparison ignores ``source``, ``warnings`` and ``positions``."""
 
     layers: Mapping[str, _LayerT] = field(default_factory=dict)
@@ -234,7 +234,7 @@ class Layers(Mapping[str, _LayerT]):
 
 
 @dataclass(frozen=True)
-class Record(Layers[LayerRecord]):
+class Record(LayersByName[LayerRecord]):
     """A record in the PyTorch dialect: ``record["conv1"].scale_d``, ``record.kv_cache["attn.k"].scale``.
 
     Iteration yields the names of the layers with factors; ``names`` also has those of the KV cache.
@@ -266,7 +266,7 @@ class Record(Layers[LayerRecord]):
 
 
 @dataclass(frozen=True)
-class CaffeRecord(Layers[CaffeLayerRecord]):
+class CaffeRecord(LayersByName[CaffeLayerRecord]):
     """A record in the Caffe dialect: ``record["conv1"].record_d[0].scale``."""
 
     def with_layers(self, layers: Mapping[str, CaffeLayerRecord]) -> CaffeRecord:

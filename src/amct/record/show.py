@@ -10,7 +10,7 @@ from amct import atomic
 from amct.errors import ArgumentError
 from amct.record.files import AnyPath, Form, encode_record, form_of, read_any_record
 from amct.record.prune import PruneNode, PruneRecord
-from amct.record.records import AnyLayer, AnyRecord, CaffeLayerRecord, CaffeRecord, DataFactors, Dialect, Record
+from amct.record.records import AnyLayer, AnyRecord, CaffeLayerRecord, CaffeRecord, DataFactors, Record, RecordDialect
 from amct.schema import shortest_float
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def plain_difference(difference: Difference) -> dict[str, Any]:
 
 
 def convert_record_file(
-    source: AnyPath, target: AnyPath, *, dialect: Dialect | None = None, form: Form | None = None
+    source: AnyPath, target: AnyPath, *, dialect: RecordDialect | None = None, form: Form | None = None
 ) -> Form:
     """Rewrite a record file as text or binary; return the form.
 

@@ -17,7 +17,7 @@ import amct.pytorch
 from amct.pytorch.capture.trace import trace
 from amct.pytorch.pruning.propagation import map_channels
 from amct.pytorch.pruning.removal import Removal, RemovalCosts, cost_of
-from amct.pytorch.pruning.selection import Cell, find_cells
+from amct.pytorch.pruning.selection import ChannelCell, find_cells
 
 
 class Block(nn.Module):
@@ -115,7 +115,7 @@ def test_losses_are_shares_of_the_filters_power(residual):
 
 
 def cell(channels, each=1):
-    return Cell(makers=(), roots=tuple(range(channels // each)), sizes=((channels, each),), losses=())
+    return ChannelCell(makers=(), roots=tuple(range(channels // each)), sizes=((channels, each),), losses=())
 
 
 @pytest.mark.parametrize(

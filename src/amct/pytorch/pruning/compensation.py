@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.pruning.channels import ChannelMap
-    from amct.pytorch.pruning.selection import Cell
+    from amct.pytorch.pruning.selection import ChannelCell
     from amct.record import PruneRecord
 
 
@@ -204,8 +204,8 @@ def _fit(module: nn.Module, removed: Sequence[int], moments: InputMoments) -> No
 
 
 def ranked_by_data(
-    cells: Sequence[Cell], channel_map: ChannelMap, moments: Mapping[str, InputMoments]
-) -> tuple[Cell, ...]:
+    cells: Sequence[ChannelCell], channel_map: ChannelMap, moments: Mapping[str, InputMoments]
+) -> tuple[ChannelCell, ...]:
     """The cells with their sets in the order in which the layers that read them lose least.
 
     A cell that no measured layer reads keeps the order of its filters' norms.
@@ -229,7 +229,7 @@ def ranked_by_data(
     return tuple(found)
 
 
-def _places(cell: Cell, inputs: np.ndarray) -> list[int] | None:
+def _places(cell: ChannelCell, inputs: np.ndarray) -> list[int] | None:
     """Where a layer reads each set of a cell; None if it does not, or reads some set several times."""
     where = {int(root): place for place, root in enumerate(inputs.tolist())}
     counts = np.isin(inputs, np.array(cell.roots)).sum()

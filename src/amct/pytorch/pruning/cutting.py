@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from amct.pytorch.pruning.channels import ChannelMap, Labels, LayerChannels
     from amct.pytorch.pruning.removal import Removal
-    from amct.pytorch.pruning.selection import Cell
+    from amct.pytorch.pruning.selection import ChannelCell
 
 
 PARAMETER = "Parameter"
@@ -52,7 +52,7 @@ def node_type(module: nn.Module | None, rank: int | None = None) -> str:
     return "MatMul" if matrix else found
 
 
-def chain_records(removal: Removal, cells: Sequence[Cell]) -> list[PruneRecord]:
+def chain_records(removal: Removal, cells: Sequence[ChannelCell]) -> list[PruneRecord]:
     """One chain for each cell that loses channels, in the order of the cells."""
     found = []
     for cell in cells:
@@ -70,7 +70,7 @@ class _ChainWriter:
     members: Labels
     gone: Labels
 
-    def write(self, cell: Cell) -> PruneRecord:
+    def write(self, cell: ChannelCell) -> PruneRecord:
         channel_map, sets = self.channel_map, self.channel_map.sets
         producers = [self._node(maker, sets.roots(maker.outputs), produces=True) for maker in cell.makers]
         consumers: dict[str, PruneNode] = {}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from amct.config.plan import PrunePlan
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.layer_hooks import Arguments
-    from amct.pytorch.pruning.selection import Cell
+    from amct.pytorch.pruning.selection import ChannelCell
 
 Reach = Literal["full", "amct"]
 DEFAULT_RATIO = 0.3
@@ -204,7 +204,7 @@ def _wanted(ratio: float, flops: float | None, align: int, plan: PrunePlan | Non
         return Wanted(ratio=lambda _: ratio, flops=flops, align=lambda _: align, kept={})
     settings = {layer.name: layer.settings for layer in plan.filters}
 
-    def of(cell: Cell) -> list[FilterPruneSettings]:
+    def of(cell: ChannelCell) -> list[FilterPruneSettings]:
         found = (settings[maker.name] for maker in cell.makers)
         return [each for each in found if isinstance(each, FilterPruneSettings)]
 

@@ -20,7 +20,7 @@ from amct.pytorch.pruning.compensation import compensate, measure_inputs, ranked
 from amct.pytorch.pruning.cutting import chain_records, cut_channels
 from amct.pytorch.pruning.propagation import map_channels
 from amct.pytorch.pruning.removal import Removal, cost_of
-from amct.pytorch.pruning.selection import Cell, choose, find_cells
+from amct.pytorch.pruning.selection import ChannelCell, choose, find_cells
 from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class Wanted:
         kept: Layers that keep their channels, with the reason.
     """
 
-    ratio: Callable[[Cell], float]
+    ratio: Callable[[ChannelCell], float]
     flops: float | None = None
-    align: Callable[[Cell], int]
+    align: Callable[[ChannelCell], int]
     kept: Mapping[str, str]
 
 
@@ -114,7 +114,7 @@ def prune_fully(traced: Traced, wanted: Wanted, batches: Iterable[Arguments] = (
         literal |= found
 
 
-def _chosen(channel_map: ChannelMap, cells: Sequence[Cell], wanted: Wanted) -> Removal:
+def _chosen(channel_map: ChannelMap, cells: Sequence[ChannelCell], wanted: Wanted) -> Removal:
     if wanted.flops is None:
         return choose(channel_map, cells, wanted.ratio, wanted.align)
     limit = cost_of(Removal(channel_map)).macs * wanted.flops
@@ -130,7 +130,7 @@ def _chosen(channel_map: ChannelMap, cells: Sequence[Cell], wanted: Wanted) -> R
 
 
 def _result(
-    model: nn.Module, chains: Sequence[PruneRecord], removal: Removal, cells: Sequence[Cell], wanted: Wanted
+    model: nn.Module, chains: Sequence[PruneRecord], removal: Removal, cells: Sequence[ChannelCell], wanted: Wanted
 ) -> Pruned:
     channel_map = removal.channel_map
     channels, skips = {}, []
@@ -144,7 +144,7 @@ def _result(
     return Pruned(model=model, chains=chains, skips=skips, channels=channels, before=before, after=removal)
 
 
-def _too_few(name: str, cells: Sequence[Cell], wanted: Wanted) -> str:
+def _too_few(name: str, cells: Sequence[ChannelCell], wanted: Wanted) -> str:
     for cell in cells:
         place = next((number for number, maker in enumerate(cell.makers) if maker.name == name), None)
         if place is not None:

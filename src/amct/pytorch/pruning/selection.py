@@ -31,7 +31,7 @@ PREFERRED = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Cell:
+class ChannelCell:
     """Channels that the same layers make.
 
     Attributes:
@@ -78,7 +78,7 @@ class Cell:
         return [count for count in range(len(self.roots)) if fits(count)]
 
 
-def find_cells(channel_map: ChannelMap) -> tuple[Cell, ...]:
+def find_cells(channel_map: ChannelMap) -> tuple[ChannelCell, ...]:
     """The cells of a model whose channels may be removed, in the order of their first makers."""
     makers = channel_map.producers
     sets = channel_map.sets
@@ -141,14 +141,14 @@ class _Made:
         return powers
 
 
-def _cell(made: Sequence[_Made], members: Sequence[int], counts: Sequence[int]) -> Cell:
+def _cell(made: Sequence[_Made], members: Sequence[int], counts: Sequence[int]) -> ChannelCell:
     """A cell of sets with so many channels in each layer: ordered by their mean score over the layers."""
     scores, losses = np.zeros(len(members)), np.zeros(len(members))
     for each, count in zip(made, counts, strict=True):
         scores += each.summed(members, each.scores) / count
         losses += each.summed(members, each.powers)
     order = np.argsort(scores, kind="stable")
-    return Cell(
+    return ChannelCell(
         makers=tuple(each.layer for each in made),
         roots=tuple(np.array(members)[order].tolist()),
         sizes=tuple((len(each.outputs), count) for each, count in zip(made, counts, strict=True)),
@@ -157,7 +157,10 @@ def _cell(made: Sequence[_Made], members: Sequence[int], counts: Sequence[int]) 
 
 
 def choose(
-    channel_map: ChannelMap, cells: Sequence[Cell], ratio: Callable[[Cell], float], align: Callable[[Cell], int]
+    channel_map: ChannelMap,
+    cells: Sequence[ChannelCell],
+    ratio: Callable[[ChannelCell], float],
+    align: Callable[[ChannelCell], int],
 ) -> Removal:
     """What is removed when each cell loses about its ratio, and a multiple of channels is left.
 
@@ -177,7 +180,7 @@ def choose(
 class _Rounding:
     """Rounds the numbers of removed sets: all begin with the fewest, and one after the other takes its next option."""
 
-    def __init__(self, cells: Sequence[Cell], options: Sequence[Sequence[int]], costs: RemovalCosts) -> None:
+    def __init__(self, cells: Sequence[ChannelCell], options: Sequence[Sequence[int]], costs: RemovalCosts) -> None:
         self.cells, self.options, self.costs = cells, options, costs
         self.steps = [0] * len(cells)
         self.shares = np.array([self._share(number, 0) for number in range(len(cells))])
