@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from amct.errors import ModelError
 from amct.export.check import batch
 from amct.export.check.batch import batch_beside, batch_path, encode_batch, first_samples, kept_inputs, seeded_batch
-from amct.export.onnx.sizes import MODEL_LIMIT_VARIABLE
+from amct.export.onnx.messages import MODEL_LIMIT_VARIABLE
 
 RECORD = b"record {\n}\n"
 IMAGES = np.arange(2 * 3 * 8 * 8, dtype=np.float32).reshape(2, 3, 8, 8)

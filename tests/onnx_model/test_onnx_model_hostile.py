@@ -16,8 +16,8 @@ import amct.onnx_model
 from amct.errors import CalibrationError, FileError, ModelError, ParseError
 from amct.export.check.running import LoadedModel
 from amct.export.onnx import runtime
+from amct.export.onnx.messages import LIMIT_VARIABLE, MODEL_LIMIT_VARIABLE
 from amct.export.onnx.runtime import DEFAULT_SECONDS, LOOP_SECONDS, SECONDS_VARIABLE, Runner, longest_run
-from amct.export.onnx.sizes import LIMIT_VARIABLE, MODEL_LIMIT_VARIABLE
 from amct.onnx_model.reading import read_model
 from amct.pytorch.onnx.modified_onnx import read_modified
 

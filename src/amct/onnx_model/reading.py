@@ -26,9 +26,8 @@ from amct.export.onnx.checked import (
     load_external,
 )
 from amct.export.onnx.kept_weights import KeptWeights, is_large, light_copy, with_weights_beside
-from amct.export.onnx.messages import captures, first_line, fresh_name, model_opset
+from amct.export.onnx.messages import captures, check_sizes, first_line, fresh_name, model_opset
 from amct.export.onnx.rewrites import with_explicit_pool_padding
-from amct.export.onnx.sizes import check_sizes
 from amct.export.request import OPSETS, check_opset
 from amct.memory import give_back_freed
 from amct.model.operators import ASCEND, QUANTIZED

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from amct.atomic import read_bytes
 from amct.errors import FileError, ModelError
-from amct.export.onnx.sizes import MODEL_LIMIT_VARIABLE, model_limit
+from amct.export.onnx.messages import MODEL_LIMIT_VARIABLE, model_limit
 from amct.memory import gibibytes
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from amct.export.check.losses import WORSE, loss, output_similarity, similarity_
 from amct.export.check.running import LoadedModel
 from amct.export.formats import layer_outputs, rescaled_layers
 from amct.export.onnx.kept_weights import light_copy
-from amct.export.onnx.messages import reads
+from amct.export.onnx.messages import reads, sizes_of_run
 from amct.export.onnx.runtime import Runner
-from amct.export.onnx.sizes import sizes_of_run
 from amct.numerics.affine import integer_range
 
 if TYPE_CHECKING:

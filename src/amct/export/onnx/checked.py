@@ -17,8 +17,7 @@ from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper
 
 from amct.atomic import check_whole
 from amct.errors import FileError, ModelError, ParseError
-from amct.export.onnx.messages import first_line, subgraphs
-from amct.export.onnx.sizes import MODEL_LIMIT_VARIABLE, model_limit
+from amct.export.onnx.messages import MODEL_LIMIT_VARIABLE, first_line, model_limit, subgraphs
 from amct.memory import gibibytes
 
 if TYPE_CHECKING:

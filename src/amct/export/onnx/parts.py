@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from onnx import ModelProto, helper
 
 from amct.export.onnx.kept_weights import copy_fields, light_copy, tensor_array
-from amct.export.onnx.messages import any_value, reads, stored_bytes
+from amct.export.onnx.messages import any_value, check_sizes_of_run, reads, stored_bytes
 from amct.export.onnx.runtime import NO_SPINNING, longest_run, open_session, run_watched
-from amct.export.onnx.sizes import check_sizes_of_run
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

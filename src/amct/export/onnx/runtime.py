@@ -16,8 +16,15 @@ from onnx import ModelProto
 from amct.errors import CalibrationError, ModelError
 from amct.export.formats import EXTERNAL_THRESHOLD, save_model
 from amct.export.onnx.kept_weights import copy_fields, kept_arrays, light_copy, tensor_array, weights_as_inputs
-from amct.export.onnx.messages import any_value, first_line, parameter_bytes, subgraphs
-from amct.export.onnx.sizes import MODEL_LIMIT_VARIABLE, check_sizes_of_run, model_limit
+from amct.export.onnx.messages import (
+    MODEL_LIMIT_VARIABLE,
+    any_value,
+    check_sizes_of_run,
+    first_line,
+    model_limit,
+    parameter_bytes,
+    subgraphs,
+)
 from amct.memory import LARGE_MODEL, gibibytes, give_back_freed, number_from_environment, process_bytes
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from amct.export.formats import save_model
 from amct.export.onnx.checked import check_loops, check_nodes, check_tensors, decode_model, load_external
 from amct.export.onnx.kept_weights import tensor_array
 from amct.export.onnx.layer_lookup import AMCT_MARK
-from amct.export.onnx.sizes import check_declared_sizes
+from amct.export.onnx.messages import check_declared_sizes
 from amct.model import Skip
 from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR, KIND_OF_TORCH_TYPE
 from amct.pytorch.capture.layer_types import own_weight
