@@ -17,6 +17,7 @@ from amct.numerics.arq import WeightKind, arq, fake_quantize_weight
 from amct.numerics.observer import MinMaxObserver
 from amct.numerics.qparams import QParams
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
+from amct.record.conversion import caffe_layer_qparams
 
 
 def fused_net(prototxt, caffemodel):
@@ -31,7 +32,8 @@ def fused_net(prototxt, caffemodel):
 
 
 def quantized_onnx(net, record, tensors=None, *, opset=DEFAULT_OPSET, **options):
-    return export_net("qdq", float_onnx(net, opset=opset), record, tensors, ExportOptions(**options))
+    layers = {name: caffe_layer_qparams(entry) for name, entry in record.items()}
+    return export_net("qdq", float_onnx(net, opset=opset), layers, tensors, ExportOptions(**options))
 
 
 def weight_kind(layer):

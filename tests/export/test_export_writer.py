@@ -35,7 +35,7 @@ class Files(OnnxFiles):
 
     def __init__(self, where, results, **others):
         names = {output.removesuffix("_model.onnx"): result for output, result in results.items()}
-        super().__init__(request=SaveRequest(where=where, formats=tuple(names)), record={}, **others)
+        super().__init__(request=SaveRequest(where=where, formats=tuple(names)), layers={}, **others)
         object.__setattr__(self, "results", names)
 
     def export(self, name):

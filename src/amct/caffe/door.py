@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from amct import log
 from amct.arguments import input_file
 from amct.caffe.comparing import compared_nets, watched_layers
+from amct.caffe.engine.layers.ifmr import observed_inputs
 from amct.caffe.engine.messages import located_in
 from amct.caffe.model import (
     CaffeModel,
@@ -28,7 +29,6 @@ from amct.caffe.ptq.insertion import start_calibration
 from amct.caffe.ptq.save import CaffeFiles, SaveNotes, results_with
 from amct.caffe.reporting import caffe_network, fused_notes, report_layers
 from amct.calibration import ALONE
-from amct.calibration.streams import complete_caffe_record
 from amct.config.ptq.caffe import CAFFE
 from amct.config.python_config import plan_of
 from amct.errors import ConfigError, ExportError
@@ -38,6 +38,8 @@ from amct.model import Skip
 from amct.pipeline import flow
 from amct.pipeline.door import Calibration, ModelOutput
 from amct.pipeline.passes import fingerprint
+from amct.record import CaffeRecord
+from amct.record.conversion import caffe_layer_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -53,13 +55,12 @@ if TYPE_CHECKING:
     from amct.config.python_config import AnyConfig
     from amct.export.check.losses import Reference
     from amct.export.request import SaveRequest
-    from amct.numerics.qparams import Observed
+    from amct.numerics.qparams import LayerQParams, Observed
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import ComparedModel
     from amct.pipeline.flow import AnyResume
     from amct.pipeline.passes import Passes
     from amct.pipeline.quantized_model import QuantizedModel
-    from amct.record import CaffeRecord
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer
     from amct.report.network import Network
@@ -161,44 +162,50 @@ class CaffePreparation:
         except ExportError as error:
             return error
 
-    def complete_record(self, result: CalibrationResult) -> CaffeRecord:
-        """The final factors; a weight scale may have been increased so that the bias fits int32."""
-        return self._finished(complete_caffe_record(self.graph.weights_record(), result)).record
+    def quantized_layers(self, result: CalibrationResult) -> Mapping[str, LayerQParams]:
+        """The final parameters; a weight scale may have been increased so that the bias fits int32."""
+        return self._finished(observed_inputs(result)).layers
 
-    def _finished(self, record: CaffeRecord) -> Results:
-        if self._results is None or self._results.record is not record:
-            self._results = results_with(self.graph, record)
+    def record_of(self, layers: Mapping[str, LayerQParams]) -> CaffeRecord:
+        """The parameters as a record."""
+        return CaffeRecord({name: caffe_layer_record(name, qparams) for name, qparams in layers.items()})
+
+    def _finished(self, layers: Mapping[str, LayerQParams]) -> Results:
+        if self._results is None or self._results.layers is not layers:
+            self._results = results_with(self.graph, layers)
         return self._results
 
-    def caffe_model(self, record: CaffeRecord, *, deploy: bool = False) -> CaffeModel:
+    def caffe_model(self, layers: Mapping[str, LayerQParams], *, deploy: bool = False) -> CaffeModel:
         """The fake-quant or deploy model."""
-        results = self._finished(record)
+        results = self._finished(layers)
         return (results.deploy() if deploy else results.fake_quant()).model
 
-    def simulation(self, record: CaffeRecord, *, deploy: bool = False) -> Net:
+    def simulation(self, layers: Mapping[str, LayerQParams], *, deploy: bool = False) -> Net:
         """A net that runs the fake-quant model, or the deploy model in integer arithmetic."""
-        return self.caffe_model(record, deploy=deploy).build(())
+        return self.caffe_model(layers, deploy=deploy).build(())
 
     def runner(self, simulation: Net) -> Callable[[Batch], dict[str, Any]]:
         """A function that runs the net on a batch and returns the outputs by name."""
         return lambda batch: run_net(simulation, batch)
 
-    def compared_models(self, record: CaffeRecord, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
+    def compared_models(
+        self, layers: Mapping[str, LayerQParams], *, deploy: bool = False
+    ) -> tuple[ComparedModel, ComparedModel]:
         """The folded float net and the quantized one."""
-        return compared_nets(self.graph.model, self.caffe_model(record, deploy=deploy))
+        return compared_nets(self.graph.model, self.caffe_model(layers, deploy=deploy))
 
-    def models_to_check(self, record: CaffeRecord) -> tuple[ComparedModel, None]:
+    def models_to_check(self, layers: Mapping[str, LayerQParams]) -> tuple[ComparedModel, None]:
         """The float net: the fake-quant pair is the simulation, if it is written."""
-        return self.compared_models(record)[0], None
+        return self.compared_models(layers)[0], None
 
-    def output_tensors(self, record: CaffeRecord) -> dict[str, tuple[str, ...]]:
+    def output_tensors(self, layers: Mapping[str, LayerQParams]) -> dict[str, tuple[str, ...]]:
         """By layer: its output blobs, whose tensors have their names."""
-        return {layer.name: layer.outputs for layer in watched_layers(self.caffe_model(record).net)}
+        return {layer.name: layer.outputs for layer in watched_layers(self.caffe_model(layers).net)}
 
-    def report_layers(self, record: CaffeRecord) -> list[ReportLayer]:
+    def report_layers(self, layers: Mapping[str, LayerQParams]) -> list[ReportLayer]:
         """The report entry of each quantized layer."""
-        bits = {name: entry.weight_bits for name, entry in record.items() if entry.scale_w}
-        return report_layers(self.caffe_model(record).net, self.graph.model.weights, bits)
+        bits = {name: qparams.weight.bits for name, qparams in layers.items() if qparams.weights}
+        return report_layers(self.caffe_model(layers).net, self.graph.model.weights, bits)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert data to batches of the net."""
@@ -226,14 +233,14 @@ class CaffePreparation:
     def files(
         self,
         request: SaveRequest,
-        record: CaffeRecord,
+        layers: Mapping[str, LayerQParams],
         tensors: Mapping[str, Observed] | None,
         reference: Reference | None,
     ) -> CaffeFiles:
         """The model as files."""
         notes = SaveNotes.of(self.graph)
         form = None if isinstance(self.onnx_form, ExportError) else self.onnx_form
-        return CaffeFiles(request, self._finished(record), notes, tensors=tensors, reference=reference, form=form)
+        return CaffeFiles(request, self._finished(layers), notes, tensors=tensors, reference=reference, form=form)
 
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded net as ONNX."""

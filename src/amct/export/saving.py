@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from amct.atomic import FileGroup
 from amct.errors import ExportError
@@ -18,8 +18,7 @@ from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_t
 from amct.export.request import RECORD
 from amct.memory import give_back_freed
 from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
-from amct.record import encode_record
-from amct.record.conversion import layer_qparams
+from amct.record import AnyRecord, encode_record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from amct.export.request import SaveRequest
     from amct.model import Skip
     from amct.model.quant_json import FileCheck
-    from amct.numerics.qparams import Observed
+    from amct.numerics.qparams import LayerQParams, Observed
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +139,8 @@ class OnnxFiles:
     Attributes:
         request: What is asked for.
         model: The float ONNX model, whose nodes have the names of their layers; None if only the record is saved.
-        record: The factors, complete and checked.
+        layers: The parameters of its layers.
+        record: The same as a record, if it is saved.
         tensors: Factors of the tensors between layers; None if nothing was observed.
         reference: The batch on which the written files are run; None: they are not.
         calls: How often each layer is computed, if more than once.
@@ -152,7 +152,8 @@ class OnnxFiles:
 
     request: SaveRequest
     model: ModelProto | None
-    record: Any
+    layers: Mapping[str, LayerQParams]
+    record: AnyRecord | None = None
     tensors: Mapping[str, Observed] | None = None
     reference: Reference | None = None
     calls: Mapping[str, int] = field(default_factory=dict)
@@ -166,8 +167,8 @@ class OnnxFiles:
         assert self.model is not None
         return ExportRequest(
             model=self.model,
-            bindings=bindings_by_name(self.model, self.record, self.calls),
-            factors={name: layer_qparams(entry) for name, entry in self.record.items()},
+            bindings=bindings_by_name(self.model, self.layers, self.calls),
+            factors=self.layers,
             tensors=self.tensors,
             options=self.request.options,
         )
@@ -200,6 +201,7 @@ class OnnxFiles:
 
     def _record_files(self) -> ExportedFiles:
         files = {name: [content] for name, content in self.beside_record.items()}
+        assert self.record is not None
         files["record.txt"] = [encode_record(self.record, "text")]
         if self.tensors is not None:
             files[str(tensor_factors_path("record.txt"))] = [tensor_factors_text(self.tensors).encode()]

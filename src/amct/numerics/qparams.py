@@ -198,12 +198,14 @@ class LayerQParams:
             each with one scale, one per gate or one per row, in ONNX's order of gates. None for average pooling.
         hidden: Of the hidden state of a recurrent layer.
         balance: DMQ's factors, one per input channel: the input is divided by them, the weight multiplied.
+        sizes: By number of the input: channels, height and width of an image, which Caffe's records have.
     """
 
     inputs: Mapping[int, QParams]
     weights: tuple[QParams, ...] = ()
     hidden: QParams | None = None
     balance: Tensor | None = None
+    sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def input(self) -> QParams:

@@ -27,7 +27,6 @@ from amct.pipeline import flow
 from amct.pipeline.passes import fingerprint
 from amct.pipeline.preparation import Preparation, enabled_layers
 from amct.pipeline.weights import quantize_weights
-from amct.record.conversion import layer_qparams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer_lookup import LayerBinding
     from amct.export.qdq.exporter import TensorPlan
     from amct.numerics.observer import TensorObserver
+    from amct.numerics.qparams import LayerQParams
     from amct.onnx_model.batches import Feeds
     from amct.onnx_model.layers import Layers
     from amct.onnx_model.reading import AnyModel, SourceModel
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from amct.pipeline.flow import AnyResume
     from amct.pipeline.passes import Passes
     from amct.pipeline.quantized_model import QuantizedModel
-    from amct.record import Record
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,23 +118,24 @@ class OnnxPreparation(Preparation):
         """Start a calibration in onnxruntime with the quantized weights."""
         return start_calibration(self, ranks)
 
-    def simulation(self, record: Record, *, deploy: bool = False) -> ModelProto:
+    def simulation(self, layers: Mapping[str, LayerQParams], *, deploy: bool = False) -> ModelProto:
         """The fake-quant model, built from standard operators."""
         if deploy:
             raise ArgumentError("deploy: the deploy model of an ONNX model runs on the chip only; leave it out")
-        factors = {name: layer_qparams(entry) for name, entry in record.items()}
-        return with_values(fake_quant_model(self.exported_model, self.bindings, factors).model)
+        return with_values(fake_quant_model(self.exported_model, self.bindings, layers).model)
 
     def runner(self, simulation: ModelProto) -> Callable[[Feeds], dict[str, Any]]:
         """A function that runs the model on a batch and returns the outputs by name."""
         return Runner(simulation).run
 
-    def compared_models(self, record: Record, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
+    def compared_models(
+        self, layers: Mapping[str, LayerQParams], *, deploy: bool = False
+    ) -> tuple[ComparedModel, ComparedModel]:
         """The folded float model and the fake-quant one, in onnxruntime."""
         inputs = {
             name: (layer.reader.input[0], self.weights[name].balanced_input) for name, layer in self.onnx_layers.items()
         }
-        return Pair.of(self.folded, self.simulation(record, deploy=deploy)).models(inputs)
+        return Pair.of(self.folded, self.simulation(layers, deploy=deploy)).models(inputs)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert data to feeds of the model."""
@@ -153,9 +153,9 @@ class OnnxPreparation(Preparation):
         shapes = [input_shape(model, value.name) for value in model.graph.input]
         return all(shape is None or (len(shape) > 0 and not isinstance(shape[0], int)) for shape in shapes)
 
-    def models_to_check(self, record: Record) -> tuple[ComparedModel | None, ComparedModel | None]:
+    def models_to_check(self, layers: Mapping[str, LayerQParams]) -> tuple[ComparedModel | None, ComparedModel | None]:
         """None, unless the exported model holds rounded weights."""
-        return (None, None) if self.exported_model is self.folded else self.compared_models(record)
+        return (None, None) if self.exported_model is self.folded else self.compared_models(layers)
 
     def onnx_inputs(self, arguments: Feeds) -> Feeds:
         """The batch itself."""

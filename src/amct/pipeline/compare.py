@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from amct.numerics.qparams import LayerQParams
     from amct.pipeline.door import ComparedModel, ModelOutput, OnTensor, PreparedModel
-    from amct.record import AnyRecord
     from amct.report.activations import InputStatistics
     from amct.report.measuring import Measured, Metric
 
@@ -135,13 +135,13 @@ class _Pairs:
 
 
 def reference(
-    prepared: PreparedModel, record: AnyRecord, examples: Sequence[Any], seconds: float = math.inf
+    prepared: PreparedModel, layers: Mapping[str, LayerQParams], examples: Sequence[Any], seconds: float = math.inf
 ) -> Reference:
     """Run the float model and the simulation on calibration batches, or on first samples if their number may vary.
 
     Args:
         prepared: The model.
-        record: Its factors.
+        layers: Its parameters.
         examples: The batches as arguments of the model; of the further ones those count that have the shapes of the
             first, up to ``LARGEST_BATCH`` bytes of outputs.
         seconds: The CPU time of the job so far.
@@ -151,7 +151,7 @@ def reference(
     further = (_sample(prepared, example) for example in examples[1:])
     samples = [first, *(each for each in further if _shapes(each[1]) == shapes)]
     batches, fewest = [batch for batch, _ in samples], fewest_batches(first[1])
-    models = prepared.models_to_check(record)
+    models = prepared.models_to_check(layers)
     expected = _outputs(models[0], batches, fewest, SHARE * seconds)
     simulated = _outputs(models[1], batches[: len(expected)], fewest, SHARE * seconds)
     found = [

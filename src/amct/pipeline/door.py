@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from amct.export.request import SaveRequest
     from amct.export.saving import ModelFiles
     from amct.model import Skip
-    from amct.numerics.qparams import Observed
+    from amct.numerics.qparams import LayerQParams, Observed
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.passes import Passes
     from amct.record import AnyRecord
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from amct.report.filling import ReportLayer
     from amct.report.network import Network
 
-_Record = Any  # each door takes records of its own dialect only
 OnTensor = Callable[[str, Tensor], None]
 """Called with the name of a layer, or the key of one of its inputs, and the tensor."""
 
@@ -124,28 +123,33 @@ class PreparedModel(Protocol):
     def start_calibration(self, ranks: Ranks = ALONE) -> Calibration:
         """A new calibration of the model, by one process or several together."""
 
-    def complete_record(self, result: CalibrationResult) -> AnyRecord:
-        """The factors of weights and activations."""
+    def quantized_layers(self, result: CalibrationResult) -> Mapping[str, LayerQParams]:
+        """The parameters of the weights and the inputs of every layer."""
 
-    def simulation(self, record: _Record, *, deploy: bool = False) -> Any:  # noqa: ANN401  the door's kind of model
+    def record_of(self, layers: Mapping[str, LayerQParams]) -> AnyRecord:
+        """The parameters as a record in the door's own dialect."""
+
+    def simulation(self, layers: Mapping[str, LayerQParams], *, deploy: bool = False) -> Any:  # noqa: ANN401  the door's kind of model
         """The quantized model simulated in the door's own framework; with ``deploy`` in integers."""
 
     def runner(self, simulation: Any) -> Callable[[Any], Any]:  # noqa: ANN401  the door's kind of model
         """A function that runs a simulated model on the arguments of one batch and returns its outputs."""
 
-    def compared_models(self, record: _Record, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
+    def compared_models(
+        self, layers: Mapping[str, LayerQParams], *, deploy: bool = False
+    ) -> tuple[ComparedModel, ComparedModel]:
         """The folded float model and the simulated one."""
 
-    def models_to_check(self, record: _Record) -> tuple[ComparedModel | None, ComparedModel | None]:
+    def models_to_check(self, layers: Mapping[str, LayerQParams]) -> tuple[ComparedModel | None, ComparedModel | None]:
         """The models of ``compared_models`` that run before a save, for the check of its files.
 
         None: the float ONNX model, or a file that is the simulation, gives the same outputs and runs anyway.
         """
 
-    def output_tensors(self, record: _Record) -> Mapping[str, tuple[str, ...]]:
+    def output_tensors(self, layers: Mapping[str, LayerQParams]) -> Mapping[str, tuple[str, ...]]:
         """By layer: the tensors of the float ONNX model that ``compared_models`` show as its output, in their order."""
 
-    def report_layers(self, record: _Record) -> Sequence[ReportLayer]:
+    def report_layers(self, layers: Mapping[str, LayerQParams]) -> Sequence[ReportLayer]:
         """What a report shows of each quantized layer."""
 
     def float_model(self, opset: int | None) -> ModelProto:
@@ -173,7 +177,7 @@ class PreparedModel(Protocol):
     def files(
         self,
         request: SaveRequest,
-        record: _Record,
+        layers: Mapping[str, LayerQParams],
         tensors: Mapping[str, Observed] | None,
         reference: Reference | None,
     ) -> ModelFiles:
@@ -181,7 +185,7 @@ class PreparedModel(Protocol):
 
         Args:
             request: What is asked for.
-            record: The factors.
+            layers: The parameters of its layers.
             tensors: Those of the tensors between layers; None if nothing was observed.
             reference: What the written files are compared with; None: they are not.
         """

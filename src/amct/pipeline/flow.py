@@ -74,11 +74,11 @@ def quantize(
     tensors = result.tensors if calibration.observes_tensors else None
     del calibration  # a caught error may keep this frame, and with it a copy of the model
     give_back_freed()
-    record = prepared.complete_record(result)
+    layers = prepared.quantized_layers(result)
     if file is not None and not file.removed_by_caller:
         file.remove(ranks)
     seconds = time.process_time() - begin + (0.0 if interim is None else interim.seconds_before)
-    return QuantizedModel(prepared, record, tensors, seen.kept, seconds, weight_bytes)
+    return QuantizedModel(prepared, layers, tensors, seen.kept, seconds, weight_bytes)
 
 
 def _parts(model: str, plan: Plan, batches: Batches, example: object) -> dict[str, str]:

@@ -14,13 +14,14 @@ from amct.config.plan import config_text
 from amct.errors import CalibrationError, ExportError
 from amct.export.onnx.layer_lookup import bindings_by_name, find_layers
 from amct.export.qdq.exporter import plan_tensors
+from amct.export.request import RECORD
 from amct.export.saving import OnnxFiles
 from amct.model import Skip
 from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.settings import WeightKind
 from amct.pipeline.weights import suited_to_bias
 from amct.record import Record
-from amct.record.conversion import layer_qparams, layer_record
+from amct.record.conversion import layer_record
 from amct.report.filling import QuantizedInput, ReportLayer, folded_notes
 from amct.report.network import onnx_network
 
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer_lookup import LayerBinding
     from amct.export.qdq.exporter import TensorPlan
     from amct.export.request import SaveRequest
-    from amct.numerics.qparams import LayerQParams, Observed
+    from amct.numerics.qparams import LayerQParams, Observed, QParams
     from amct.pipeline.weights import QuantizedWeights
-    from amct.record import LayerRecord
     from amct.report.content import LayerNote
     from amct.report.network import Network
 
@@ -76,6 +76,7 @@ class Preparation(ABC):
         unquantizable: The layers that cannot be quantized, with the reason.
         folded_layers: By layer: the batch norms folded into it.
         unfolded: The batch norms that were not folded, with the reason.
+        is_trained: Whether its weights were trained quantized.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Preparation(ABC):
     unquantizable: tuple[Skip, ...]
     folded_layers: Mapping[str, Sequence[str]]
     unfolded: tuple[Skip, ...]
+    is_trained: bool = False
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -121,44 +123,49 @@ class Preparation(ABC):
         names = [layer.name for layer in self.plan.enabled if layer.name in self.weights]
         return {name: self.weights[name].qparams() for name in names}
 
-    def record(self) -> Record:
-        """The record before calibration."""
-        return Record({name: layer_record(qparams) for name, qparams in self.weight_qparams().items()})
+    def with_inputs(self, result: CalibrationResult) -> dict[str, LayerQParams]:
+        """The parameters of weights and inputs."""
+        weights, seen = self.weight_qparams(), result.layers
+        return {
+            name: replace(qparams, inputs={0: seen[name][INPUT]}, hidden=seen[name].get(HIDDEN))
+            for name, qparams in weights.items()
+        }
+
+    def record_of(self, layers: Mapping[str, LayerQParams]) -> Record:
+        """The parameters as a record."""
+        entries = {name: layer_record(qparams) for name, qparams in layers.items()}
+        return Record({name: each.for_retraining() for name, each in entries.items()} if self.is_trained else entries)
 
     @abstractmethod
     def bias(self, layer: str) -> Tensor | None:
         """The bias of a layer, folded; None: it has none, or one for each gate."""
 
-    def complete_record(self, result: CalibrationResult) -> Record:
-        """The record of weights and activations."""
-        return Record({name: layer_record(qparams) for name, qparams in self.complete(result).items()})
-
-    def complete(self, result: CalibrationResult) -> dict[str, LayerQParams]:
+    def quantized_layers(self, result: CalibrationResult) -> dict[str, LayerQParams]:
         """The parameters of weights and inputs; a few weight scales are changed to suit the bias of their channel."""
-        layers = {}
-        for name, weights in self.weight_qparams().items():
-            seen, bias = result.layers[name], self.bias(name)
-            qparams = replace(weights, inputs={0: seen[INPUT]}, hidden=seen.get(HIDDEN))
-            layers[name] = qparams if bias is None else suited_to_bias(name, qparams, self.weights[name], bias)
+        layers = self.with_inputs(result)
+        for name, qparams in layers.items():
+            bias = self.bias(name)
+            if bias is not None:
+                layers[name] = suited_to_bias(name, qparams, self.weights[name], bias)
         return layers
 
-    def output_tensors(self, record: Record) -> dict[str, tuple[str, ...]]:
+    def output_tensors(self, layers: Mapping[str, LayerQParams]) -> dict[str, tuple[str, ...]]:
         """By layer: the outputs of its nodes; recurrent layers, which have several, and models without ONNX: none."""
         try:
             model = self.float_model(None)
         except ExportError:
             return {}
-        bindings = bindings_by_name(model, record, self.calls)
-        _, layers, _ = find_layers(model, bindings)
+        bindings = bindings_by_name(model, layers, self.calls)
+        _, bound, _ = find_layers(model, bindings)
         found: dict[str, tuple[str, ...]] = {}
-        for layer in layers:
+        for layer in bound:
             if not layer.kind.is_recurrent:
                 found[layer.layer] = (*found.get(layer.layer, ()), layer.output)
         return found
 
-    def report_layers(self, record: Record) -> list[ReportLayer]:
+    def report_layers(self, layers: Mapping[str, LayerQParams]) -> list[ReportLayer]:
         """What a report shows of each quantized layer."""
-        return [_report_layer(plan, record[plan.name], self.weights[plan.name]) for plan in self.layer_plans]
+        return [_report_layer(plan, layers[plan.name].input, self.weights[plan.name]) for plan in self.layer_plans]
 
     # -- what the fast placement of the QDQ file needs -----------------------------------------------------------------
 
@@ -224,7 +231,7 @@ class Preparation(ABC):
     def files(
         self,
         request: SaveRequest,
-        record: Record,
+        layers: Mapping[str, LayerQParams],
         tensors: Mapping[str, Observed] | None,
         reference: Reference | None,
     ) -> OnnxFiles:
@@ -232,7 +239,8 @@ class Preparation(ABC):
         return OnnxFiles(
             request=request,
             model=self.float_model(request.opset) if request.models else None,
-            record=record,
+            layers=layers,
+            record=self.record_of(layers) if RECORD in request.formats else None,
             tensors=tensors,
             reference=reference,
             calls=self.calls,
@@ -242,8 +250,7 @@ class Preparation(ABC):
         )
 
 
-def _report_layer(plan: LayerPlan, entry: LayerRecord, weights: QuantizedWeights) -> ReportLayer:
-    data = layer_qparams(entry).input
+def _report_layer(plan: LayerPlan, data: QParams, weights: QuantizedWeights) -> ReportLayer:
     return ReportLayer(
         name=plan.name,
         type=plan.type,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amct.model import Skip
-    from amct.numerics.qparams import Observed
+    from amct.numerics.qparams import LayerQParams, Observed
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import BatchInputs
     from amct.pipeline.door import PreparedModel
@@ -37,16 +37,15 @@ if TYPE_CHECKING:
 
 
 class QuantizedModel:
-    """A quantized model: its factors, its simulation, and its way into files.
+    """A quantized model: its parameters, its simulation, and its way into files.
 
     Attributes:
-        record: The quantization factors of every layer.
-        prepared: The folded model with quantized weights that the record belongs to.
+        prepared: The folded model with quantized weights.
 
     Args:
         prepared: As the attribute.
-        record: As the attribute.
-        tensors: The factors of tensors between the layers.
+        layers: The parameters of every layer.
+        tensors: Those of tensors between the layers.
         examples: Calibration batches, on which files are checked.
         seconds: The CPU time of the quantization, which limits that of the check.
         weight_bytes: The bytes of the model's weights.
@@ -55,18 +54,23 @@ class QuantizedModel:
     def __init__(
         self,
         prepared: PreparedModel,
-        record: AnyRecord,
+        layers: Mapping[str, LayerQParams],
         tensors: Mapping[str, Observed] | None,
         examples: Sequence[Any],
         seconds: float = math.inf,
         weight_bytes: int = 0,
     ) -> None:
         self.prepared = prepared
-        self.record = record
+        self._layers = layers
         self._tensors = tensors
         self._examples = examples
         self._seconds = seconds
         self._weight_bytes = weight_bytes
+
+    @cached_property
+    def record(self) -> AnyRecord:
+        """The parameters of every layer as AMCT's record has them."""
+        return self.prepared.record_of(self._layers)
 
     @cached_property
     def model(self) -> Any:  # noqa: ANN401  the door's kind of model
@@ -75,7 +79,7 @@ class QuantizedModel:
         PyTorch: an ordinary ``nn.Module`` in eval mode. ONNX: a ``ModelProto`` of standard operators. Caffe: a net of
         our engine.
         """
-        return self.prepared.simulation(self.record)
+        return self.prepared.simulation(self._layers)
 
     @cached_property
     def _run(self) -> Callable[[Any], Any]:
@@ -83,7 +87,7 @@ class QuantizedModel:
 
     @cached_property
     def _run_deploy(self) -> Callable[[Any], Any]:
-        return self.prepared.runner(self.prepared.simulation(self.record, deploy=True))
+        return self.prepared.runner(self.prepared.simulation(self._layers, deploy=True))
 
     def __call__(self, batch: object, *, inputs: BatchInputs | None = None, deploy: bool = False) -> Any:  # noqa: ANN401  the door's outputs
         """Run the simulated model on one batch.
@@ -166,9 +170,9 @@ class QuantizedModel:
             return []
         compared = None
         if check and request.models:
-            compared = reference(self.prepared, self.record, self._examples, self._seconds)
+            compared = reference(self.prepared, self._layers, self._examples, self._seconds)
             free_unused_models(self._weight_bytes)
-        return save_files(self.prepared.files(request, self.record, self._tensors, compared))
+        return save_files(self.prepared.files(request, self._layers, self._tensors, compared))
 
     def compare(
         self, data: object, inputs: BatchInputs | None = None, *, deploy: bool = False
@@ -181,7 +185,7 @@ class QuantizedModel:
             deploy: Compare the deploy model in integers instead of the simulation in float (Caffe).
         """
         batches = self.prepared.batches(data, inputs).with_originals()
-        models = self.prepared.compared_models(self.record, deploy=deploy)
+        models = self.prepared.compared_models(self._layers, deploy=deploy)
         measured = measure(*models, batches)
         return [measured.layers[name] for name in self.layers if name in measured.layers]
 
@@ -245,12 +249,12 @@ class QuantizedModel:
         file = qdq_file(listed)
         if file is None:
             return None
-        shown = FileLayers(self.prepared, file, self.prepared.output_tensors(self.record))
+        shown = FileLayers(self.prepared, file, self.prepared.output_tensors(self._layers))
         if not shown.shows_all(self._examples[0]):
             return None
         subject = self._report_subject(listed) if page is not None else None
         measured = measure(
-            self.prepared.compared_models(self.record)[0],
+            self.prepared.compared_models(self._layers)[0],
             shown,
             self.prepared.batches(data).with_originals(),
             statistics=subject.statistics() if subject is not None else None,
@@ -284,7 +288,7 @@ class QuantizedModel:
         if written is not None and not written.fits(first):
             file = written = None
         measured = measure(
-            *prepared.compared_models(self.record),
+            *prepared.compared_models(self._layers),
             batches,
             statistics=subject.statistics(),
             metric=metric,
@@ -300,7 +304,7 @@ class QuantizedModel:
         prepared = self.prepared
         return ReportSubject(
             model=prepared.name,
-            layers=tuple(prepared.report_layers(self.record)),
+            layers=tuple(prepared.report_layers(self._layers)),
             fused=prepared.fused_notes,
             skipped=prepared.skips,
             config=config_text(prepared.plan),

@@ -37,6 +37,7 @@ from amct.pytorch.inputs import IoOptions
 from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
 from amct.pytorch.preparation import prepare
 from amct.record import LayerRecord, Record, read_record, validate_record, write_record
+from amct.record.conversion import layer_qparams
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -237,7 +238,7 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
     files = OnnxFiles(
         request=SaveRequest(where=where, record_file=Path(record_file)),
         model=model,
-        record=record,
+        layers={name: layer_qparams(entry) for name, entry in record.items()},
         tensors=tensors,
         reference=Reference(inputs=inputs, origin=origin),
         folded=notes.fusions,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from amct.calibration import ALONE, BalanceSession, CalibrationSession, RecordFiles
-from amct.calibration.streams import complete_record, plan_streams
+from amct.calibration.streams import plan_streams
 from amct.export.check.batch import batch_path, encode_batch, kept_inputs
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.pipeline.passes import BALANCE
@@ -83,7 +83,7 @@ def start_calibration(
                 beside[tensor_factors_path(files.record)] = tensor_factors_text(result.tensors)
             if kept is not None and (inputs := kept.inputs) is not None:
                 beside[batch_path(files.record)] = lambda record: encode_batch(inputs, record)
-            files.complete(complete_record(preparation.record(), result), beside)
+            files.complete(preparation.record_of(preparation.with_inputs(result)), beside)
         for undo in cleanup:
             undo()
         cleanup.clear()  # they refer to the model, whose weights should be freed with the last other reference
@@ -100,7 +100,7 @@ def start_calibration(
     )
     cleanup += _attach(model, preparation, session, intermediate, kept, called_once)
     if files is not None:
-        files.begin(preparation.record(), session.progress)
+        files.begin(preparation.record_of(preparation.weight_qparams()), session.progress)
     return CalibrationModel(model=model, session=session)
 
 

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from amct import atomic, log
 from amct.arguments import FILE, check_types, output_file
 from amct.atomic import read_bytes
-from amct.calibration import CalibrationSession, RecordFiles, all_ranks
+from amct.calibration import CalibrationSession, RecordFiles, Stream, all_ranks
 from amct.calibration.session import OUTPUT
-from amct.calibration.streams import kv_cache_entries, kv_cache_stream
 from amct.config.layers import LayerInfo, LayerList
 from amct.config.ptq.kv_cache import KV_CACHE, LAYERS_ARGUMENT, plan_from_parameters
 from amct.errors import (
@@ -43,7 +42,8 @@ from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.layer_types import type_name
 from amct.pytorch.layer_hooks import hidden_from_modes, run_own_model_in_context
 from amct.pytorch.user_model import refuse_operators, unwrap
-from amct.record import Record, update
+from amct.record import KvCacheRecord, Record, update
+from amct.record.conversion import kv_cache_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,13 +134,13 @@ def create_quant_cali_model(config_file: AnyPath, record_file: AnyPath, model: n
     undo: list[Callable[[], None]] = []
 
     def end(result: CalibrationResult) -> None:
-        files.complete(Record(kv_cache=kv_cache_entries(result)))
+        files.complete(Record(kv_cache=_entries(result)))
         if ranks.is_first:
             logger.info("wrote %s", path)
         for step in undo:
             step()
 
-    session = CalibrationSession(map(kv_cache_stream, plan.layers), on_progress=files.note, on_end=end, ranks=ranks)
+    session = CalibrationSession(map(_stream, plan.layers), on_progress=files.note, on_end=end, ranks=ranks)
     watch = _Watch(session)
     hooks = {layer.name: partial(watch.observe, layer.name) for layer in plan.layers}
     undo += [model.get_submodule(name).register_forward_hook(hook).remove for name, hook in hooks.items()]
@@ -319,7 +319,7 @@ class _Calibration:
 
     def _new_session(self, layer: str) -> CalibrationSession:
         session = CalibrationSession(
-            [kv_cache_stream(replace(self._plan, name=layer))],
+            [_stream(replace(self._plan, name=layer))],
             on_end=partial(_write, self._record) if self._ranks.is_first else None,
             show_bar=False,
             ranks=self._ranks,
@@ -335,6 +335,21 @@ class _NoCalibration(_Calibration):
         """Observe nothing."""
 
 
+def _stream(layer: KvCacheLayerPlan) -> Stream:
+    """The output of a layer, which goes to a key/value cache."""
+    return Stream(
+        layer=layer.name,
+        name=OUTPUT,
+        settings=layer.activation,
+        batch_num=layer.batch_num,
+        channel_axis=-1 if layer.per_channel else None,
+    )
+
+
+def _entries(result: CalibrationResult) -> dict[str, KvCacheRecord]:
+    return {layer: kv_cache_record(found[OUTPUT]) for layer, found in result.layers.items()}
+
+
 def _write(record: Path, result: CalibrationResult) -> None:
-    for layer, entry in kv_cache_entries(result).items():
+    for layer, entry in _entries(result).items():
         update(record, layer, entry)

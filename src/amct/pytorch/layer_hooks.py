@@ -26,7 +26,6 @@ from amct.pytorch.capture.layer_types import put_weights
 from amct.pytorch.capture.program import uncompiled
 from amct.pytorch.inputs import tensors_in
 from amct.pytorch.user_model import MARK
-from amct.record.conversion import layer_qparams
 from amct.report.filling import input_key
 from amct.report.measuring import OUTPUT
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from amct.pipeline.door import OnTensor
     from amct.pipeline.weights import QuantizedWeights
     from amct.pytorch.preparation import TorchPreparation
-    from amct.record import Record
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -300,11 +298,13 @@ def _input_hook(layer: str, weights: QuantizedWeights, inputs: OnTensor) -> Call
 logger = logging.getLogger(__name__)
 
 
-def fake_quant_copy(preparation: TorchPreparation, record: Record, *, is_private: bool = False) -> nn.Module:
-    """A fake-quantized copy of the folded model; the record must be complete. ``is_private``: no user gets it."""
+def fake_quant_copy(
+    preparation: TorchPreparation, layers: Mapping[str, LayerQParams], *, is_private: bool = False
+) -> nn.Module:
+    """A fake-quantized copy of the folded model; ``is_private``: no user gets it."""
     model = preparation.quantized_copy(is_private=is_private)
     for name, weights in preparation.weights.items():
-        module, qparams = layer_module(model, name), layer_qparams(record[name])
+        module, qparams = layer_module(model, name), layers[name]
         setattr(module, MARK, True)
         if weights.balance is not None:
             module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from amct.calibration import Ranks
     from amct.config.plan import Plan
     from amct.export.qdq.exporter import TensorPlan
+    from amct.numerics.qparams import LayerQParams
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import ComparedModel, ModelOutput
     from amct.pipeline.weights import QuantizedWeights
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.intermediate_tensors import TensorWatch
     from amct.pytorch.layer_hooks import Arguments
-    from amct.record import Record
 
 AdaRoundMode = Literal["plain", "fast"]
 
@@ -161,10 +161,10 @@ class TorchPreparation(Preparation):
 
         return Calibration(session=calibrated.session, run=run, observes_tensors=intermediate is not None)
 
-    def simulation(self, record: Record, *, deploy: bool = False) -> nn.Module:
+    def simulation(self, layers: Mapping[str, LayerQParams], *, deploy: bool = False) -> nn.Module:
         """A fake-quantized module in eval mode that matches the fake-quant file."""
         _refuse_deploy(deploy=deploy)
-        return fake_quant_copy(self, record)
+        return fake_quant_copy(self, layers)
 
     def runner(self, simulation: nn.Module) -> Callable[[Arguments], Any]:
         """A function that calls the module without gradients."""
@@ -175,16 +175,18 @@ class TorchPreparation(Preparation):
 
         return run
 
-    def compared_models(self, record: Record, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
+    def compared_models(
+        self, layers: Mapping[str, LayerQParams], *, deploy: bool = False
+    ) -> tuple[ComparedModel, ComparedModel]:
         """The folded float model and the simulated one."""
         _refuse_deploy(deploy=deploy)
         places = {name: name for name in self.weights}
-        simulated = fake_quant_copy(self, record, is_private=True)
+        simulated = fake_quant_copy(self, layers, is_private=True)
         return TorchRun(self.fused.model, places, self.weights), TorchRun(simulated, places, shapes_vary=True)
 
-    def models_to_check(self, record: Record) -> tuple[ComparedModel, ComparedModel]:
+    def models_to_check(self, layers: Mapping[str, LayerQParams]) -> tuple[ComparedModel, ComparedModel]:
         """Both: ONNX files compute what the module computes, but by other code."""
-        return self.compared_models(record)
+        return self.compared_models(layers)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert data to arguments of the model."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from amct.errors import RecordValueError
 from amct.numerics.qparams import LayerQParams, QParams
-from amct.record.records import CaffeLayerRecord, LayerRecord
+from amct.record.records import CaffeLayerRecord, DataFactors, KvCacheRecord, LayerRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,12 +61,41 @@ def layer_record(qparams: LayerQParams) -> LayerRecord:
     )
 
 
-def caffe_weights_record(layer: str, qparams: LayerQParams) -> CaffeLayerRecord:
-    """The entry of the weights of a layer in the Caffe dialect."""
+def caffe_layer_qparams(entry: CaffeLayerRecord) -> LayerQParams:
+    """The parameters of a layer of the Caffe dialect, of a checked record."""
+    inputs = {data.index: QParams.of(data.scale or 1.0, data.offset or 0, data.bits) for data in entry.record_d}
+    sizes = {data.index: (data.channels, data.height, data.width) for data in entry.record_d}
+    return LayerQParams(
+        inputs=inputs,
+        weights=(QParams.of(entry.scale_w, bits=entry.weight_bits),) if entry.scale_w else (),
+        sizes={
+            index: (c, h, w) for index, (c, h, w) in sizes.items() if c is not None and h is not None and w is not None
+        },
+    )
+
+
+def caffe_layer_record(layer: str, qparams: LayerQParams) -> CaffeLayerRecord:
+    """The entry of a layer of the Caffe dialect; without inputs that of its weights alone."""
     scales = [scale for each in qparams.weights for scale in each.scale.reshape(-1).tolist()]
     return CaffeLayerRecord(
-        scale_w=tuple(scales), offset_w=(0,) * len(scales), num_bits_w=qparams.weight.bits, object_layer=layer
+        scale_w=tuple(scales),
+        offset_w=(0,) * len(scales),
+        num_bits_w=qparams.weight.bits if qparams.weights else None,
+        object_layer=layer,
+        record_d=tuple(data_record(index, each, qparams.sizes.get(index)) for index, each in qparams.inputs.items()),
     )
+
+
+def data_record(index: int, qparams: QParams, size: Sequence[int] | None = None) -> DataFactors:
+    """The entry of one input in the Caffe dialect, with channels, height and width of an image."""
+    sizes = {} if size is None else dict(zip(("channels", "height", "width"), size, strict=True))
+    return DataFactors(index=index, scale=qparams.step, offset=qparams.zero_point, num_bits=qparams.bits, **sizes)
+
+
+def kv_cache_record(qparams: QParams) -> KvCacheRecord:
+    """The entry of an output for a key/value cache: one pair, or one per element of the last dimension."""
+    scale, offset = (numbers.reshape(-1).tolist() for numbers in (qparams.scale, qparams.offset))
+    return KvCacheRecord(scale=tuple(scale), offset=tuple(offset))
 
 
 def data_qparams(

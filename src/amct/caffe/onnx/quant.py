@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from amct.config.plan import LayerPlan
     from amct.export.formats import Exported
     from amct.numerics.observer import TensorObserver
-    from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ _TABLE_BITS = 4
 def export_net(
     name: str,
     form: NetOnnx,
-    record: CaffeRecord,
+    layers: Mapping[str, LayerQParams],
     tensors: Mapping[str, Observed] | None = None,
     options: ExportOptions | None = None,
     *,
@@ -55,7 +54,7 @@ def export_net(
     Args:
         name: The name of the format.
         form: That of the folded float net of the TEST phase; non-uniform (SNQ) weights must already be quantized.
-        record: The factors of its layers.
+        layers: The parameters of its layers.
         tensors: Factors of the blobs of ``tensors_to_observe``; None (nothing was observed) means ``exact``.
         options: Those of the QDQ file.
         keep_weights: Whether the exported model may refer to its large weights (``kept_weights.py``).
@@ -64,7 +63,7 @@ def export_net(
         RecordError: The record belongs to another model, or a layer lacks the factors of its input.
         ExportError: The factors of a layer do not fit it, or the exporter rejects the model.
     """
-    parts, chosen = _Parts.of(form, record), options or ExportOptions()
+    parts, chosen = _Parts.of(form, layers), options or ExportOptions()
     is_qdq = name == "qdq"
     request = ExportRequest(
         model=form.model,
@@ -146,11 +145,11 @@ class _Parts:
         self._layers = {layer.name: layer for layer in self.exported.net.layers}
 
     @classmethod
-    def of(cls, form: NetOnnx, record: CaffeRecord) -> _Parts:
-        """Combine the float ONNX form of a net with the factors of its record."""
+    def of(cls, form: NetOnnx, layers: Mapping[str, LayerQParams]) -> _Parts:
+        """Combine the float ONNX form of a net with the parameters of its layers."""
         parts = cls(form)
-        for name, factors in record.items():
-            parts.add(name, factors)
+        for name, qparams in layers.items():
+            parts.add(name, qparams)
         return parts
 
     def tensors(self) -> dict[str, Observed]:
@@ -161,7 +160,7 @@ class _Parts:
                 found.setdefault(tensor, factors)
         return found
 
-    def add(self, name: str, record: CaffeLayerRecord) -> None:
+    def add(self, name: str, qparams: LayerQParams) -> None:
         """Add one layer of the record."""
         layer = self._layers.get(name)
         if layer is None:
@@ -174,32 +173,29 @@ class _Parts:
             return
         bindings = _bindings(self.exported, layer)
         if bindings:
-            self._add_layer(layer, bindings, record)
-        elif record.scale_w:
+            self._add_layer(layer, bindings, qparams)
+        elif qparams.weights:
             self.skipped.append(Skip(name, f"{layer.type} layers stay float in QDQ files"))
         else:
-            self._add_data_only(layer, record)
+            self._add_data_only(layer, qparams)
 
-    def _add_layer(self, layer: Layer, bindings: list[LayerBinding], record: CaffeLayerRecord) -> None:
+    def _add_layer(self, layer: Layer, bindings: list[LayerBinding], qparams: LayerQParams) -> None:
         for index, binding in enumerate(bindings):
-            data = record.input(index)
-            if data is None or data.scale is None:
+            data = qparams.inputs.get(index)
+            if data is None:
                 raise RecordError(
                     f"Cannot find scale_d of layer '{layer.name}' (input {index}) in record file; "
                     "run the calibration to its end"
                 )
-            weights = record.scale_w
-            if not weights and binding.kind.has_weights:
+            if not qparams.weights and binding.kind.has_weights:
                 raise RecordError(f"Cannot find scale_w of layer '{layer.name}' in record file")
             self.bindings.append(binding)
             # The 16 values of non-uniform weights lie on an 8-bit grid.
-            bits = NARROW if record.weight_bits == _TABLE_BITS else record.weight_bits
-            self.factors[binding.layer] = LayerQParams(
-                inputs={0: QParams.of(data.scale, data.offset or 0, self._bits(layer.name, data))},
-                weights=(QParams.of(weights, bits=bits),) if weights else (),
-            )
+            weights = [replace(each, bits=NARROW) if each.bits == _TABLE_BITS else each for each in qparams.weights]
+            own = replace(data, bits=self._bits(layer.name, data))
+            self.factors[binding.layer] = LayerQParams(inputs={0: own}, weights=tuple(weights))
 
-    def _bits(self, layer: str, data: DataFactors) -> int:
+    def _bits(self, layer: str, data: QParams) -> int:
         if data.bits <= NARROW:
             return NARROW
         if data.bits < WIDE:
@@ -209,20 +205,18 @@ class _Parts:
             )
         return WIDE
 
-    def _add_data_only(self, layer: Layer, record: CaffeLayerRecord) -> None:
+    def _add_data_only(self, layer: Layer, qparams: LayerQParams) -> None:
         bottoms = self.exported.bottoms[layer.name]
-        for data in record.record_d:
-            if data.scale is None:
-                continue
-            if data.index >= len(bottoms):
+        for index, data in qparams.inputs.items():
+            if index >= len(bottoms):
                 raise RecordError(
-                    f'layer "{layer.name}": the record has factors of input {data.index}, the layer has {len(bottoms)}'
+                    f'layer "{layer.name}": the record has factors of input {index}, the layer has {len(bottoms)}'
                 )
             if data.bits != NARROW:
                 self.skipped.append(Skip(layer.name, f"its data of {data.bits} bits stays float in QDQ files"))
                 continue
-            factors = Observed.of(data.scale, data.offset or 0)
-            self.data_only.setdefault(layer.name, []).append((bottoms[data.index], factors))
+            own = Observed(scale=data.scale, offset=data.offset, bits=data.bits)
+            self.data_only.setdefault(layer.name, []).append((bottoms[index], own))
 
 
 def _with_data_only(result: ExportedModel, exported: NetOnnx, parts: _Parts, target: Target) -> ExportedModel:

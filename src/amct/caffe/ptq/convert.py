@@ -20,6 +20,7 @@ from amct.errors import RecordError
 from amct.export.request import SaveRequest
 from amct.export.saving import save_files
 from amct.record import normalize_record, read_caffe_record, validate_record
+from amct.record.conversion import caffe_layer_qparams
 
 if TYPE_CHECKING:
     from amct.record import CaffeRecord
@@ -84,6 +85,7 @@ def convert_model(
         for layer in model.layers
         if layer.type in FEEDFORWARD_TYPES and layer.name in record.layers
     }
+    layers = {name: caffe_layer_qparams(entry) for name, entry in record.items()}
     reason = "the record has no factors for it"
     notes = SaveNotes(
         original=original,
@@ -95,7 +97,7 @@ def convert_model(
         formats=CAFFE_FORMATS["Both"],
         record_file=Path(scale_offset_record_file),
     )
-    results = Results(model, weights, record, may_raise_scale=False)
+    results = Results(model, weights, layers, may_raise_scale=False)
     reference = reference_beside(Path(scale_offset_record_file), results)
     save_files(CaffeFiles(request, results, notes, reference=reference))
 

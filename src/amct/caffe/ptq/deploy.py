@@ -1,6 +1,6 @@
 """The two results of quantization: the fake-quant model (float arithmetic) and the deploy model (integers).
 
-Both are built from the folded float model, the integer weights of its layers and the record with the data factors. In
+Both are built from the folded float model, the integer weights of its layers and the parameters of their inputs. In
 both an LSTM, RNN or GRU is the same layer with quantized hidden states (``LSTMQuant``).
 """
 
@@ -15,10 +15,11 @@ from amct.caffe.engine.messages import new_message
 from amct.caffe.model import RECURRENT_TYPES
 from amct.caffe.prototxt import free_name
 from amct.caffe.ptq.insertion import insert_quant, taken_names
-from amct.caffe.ptq.quantized_weights import fitted_bias, known, may_overflow, real_blobs, sum_scale, with_bias
+from amct.caffe.ptq.quantized_weights import fitted_bias, may_overflow, real_blobs, sum_scale, with_bias
+from amct.numerics.qparams import LayerQParams, QParams
 from amct.numerics.weight_grid import dequantized_bias
-from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
-from amct.record.conversion import caffe_weights_record
+from amct.record import CaffeRecord
+from amct.record.conversion import caffe_layer_record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -43,12 +44,12 @@ class RecurrentWeights:
 
     Attributes:
         weights: The matrices.
-        inputs: The factors of the operand of each matrix, by the index of the matrix among the blobs.
+        inputs: The parameters of the operand of each matrix, by the index of the matrix among the blobs.
         biases: int32, by their index among the blobs.
     """
 
     weights: QuantizedWeights
-    inputs: dict[int, DataFactors]
+    inputs: dict[int, QParams]
     biases: dict[int, torch.Tensor]
 
     @property
@@ -63,8 +64,7 @@ class RecurrentWeights:
         matrices = {weight.source.place: weight for weight in self.weights.weights}
         found = {place: weight.real() for place, weight in matrices.items()}
         for place, bias in self.biases.items():
-            scale = known(self.inputs[place - 1].scale)
-            found[place] = dequantized_bias(bias, sum_scale(matrices[place - 1], scale))
+            found[place] = dequantized_bias(bias, sum_scale(matrices[place - 1], self.inputs[place - 1].step))
         return [found[place] for place in sorted(found)]
 
     def overflowing(self) -> Iterator[int]:
@@ -72,52 +72,52 @@ class RecurrentWeights:
         for weight in self.weights.weights:
             place = weight.source.place
             data = self.inputs[place]
-            if may_overflow(weight, self.biases.get(place + 1), data.bits, int(known(data.offset))):
+            if may_overflow(weight, self.biases.get(place + 1), data.bits, data.zero_point):
                 yield data.bits
 
 
 def integer_recurrent(
-    layer: ProtoMessage, weights: QuantizedWeights, blobs: Sequence[torch.Tensor], entry: CaffeLayerRecord
+    layer: ProtoMessage, weights: QuantizedWeights, blobs: Sequence[torch.Tensor], qparams: LayerQParams
 ) -> RecurrentWeights:
     """Quantize the biases; each bias follows the matrix whose products it is added to.
 
     Raises:
         CalibrationError: a bias cannot be quantized; the message names the layer.
     """
-    inputs = _inputs(layer, weights, entry)
+    inputs = _inputs(layer, weights, qparams)
     fitted: list[QuantizedWeight] = []
     biases: dict[int, torch.Tensor] = {}
     for given in weights.weights:
         weight, place = given, given.source.place + 1
         if place < len(blobs) and blobs[place].ndim == 1:
-            scale = known(inputs[place - 1].scale)
+            scale = inputs[place - 1].step
             weight, (biases[place],) = fitted_bias(layer.name, given, blobs[place], [scale], may_raise_scale=True)
         fitted.append(weight)
     return RecurrentWeights(weights=replace(weights, weights=tuple(fitted)), inputs=inputs, biases=biases)
 
 
-def _inputs(layer: ProtoMessage, weights: QuantizedWeights, entry: CaffeLayerRecord) -> dict[int, DataFactors]:
-    """Data factors by matrix: the first multiplies the data, the next the static input (if any), the others states."""
-    first = known(entry.input(0))
-    hidden = DataFactors(index=0, scale=1.0 / (2 ** (first.bits - 1) - 1), offset=0, num_bits=first.bits)
+def _inputs(layer: ProtoMessage, weights: QuantizedWeights, qparams: LayerQParams) -> dict[int, QParams]:
+    """The operand's parameters by matrix: first the data's, then those of a static input (if any), then of states."""
+    first = qparams.input
+    hidden = QParams.of(1.0 / (2 ** (first.bits - 1) - 1), 0, first.bits)
     places = [weight.source.place for weight in weights.weights]
     found = dict.fromkeys(places, hidden) | {places[0]: first}
     states = STATES[layer.type] if layer.recurrent_param.expose_hidden else 0
     if len(layer.bottom) - states > STATIC:
-        found[places[1]] = known(entry.input(STATIC))
+        found[places[1]] = qparams.inputs[STATIC]
     return found
 
 
-def fake_recurrent(layer: ProtoMessage, entry: CaffeLayerRecord) -> None:
+def fake_recurrent(layer: ProtoMessage, qparams: LayerQParams) -> None:
     """Convert a recurrent layer to one that fake-quantizes its hidden states."""
     layer.lstm_quant_param.object_layer = layer.name
-    layer.lstm_quant_param.num_bits_d = known(entry.input(0)).bits
+    layer.lstm_quant_param.num_bits_d = qparams.input.bits
     layer.type = f"{layer.type}Quant"
 
 
-def deploy_recurrent(layer: ProtoMessage, made: RecurrentWeights, entry: CaffeLayerRecord) -> list[torch.Tensor]:
+def deploy_recurrent(layer: ProtoMessage, made: RecurrentWeights, qparams: LayerQParams) -> list[torch.Tensor]:
     """Convert a recurrent layer to integer arithmetic and return its blobs."""
-    fake_recurrent(layer, entry)
+    fake_recurrent(layer, qparams)
     layer.lstm_quant_param.scale_w.extend(weight.qparams.step for weight in made.weights.weights)
     return made.blobs
 
@@ -134,12 +134,12 @@ class QuantizedNet:
 
 
 class Results:
-    """Builds the fake-quant and the deploy model; the final factors are in ``record``.
+    """Builds the fake-quant and the deploy model; the final parameters are in ``layers``.
 
     Args:
         model: the folded float model; it is not changed.
         weights: the integer weights, by layer.
-        record: the factors of all quantized layers, complete and checked.
+        layers: the parameters of the inputs of all quantized layers.
         may_raise_scale: whether a weight scale may be increased so that the bias fits int32.
         config: the config used, as readable text for quant.json.
         equalized: the layers whose output channels were divided by factors, for quant.json.
@@ -152,7 +152,7 @@ class Results:
         self,
         model: CaffeModel,
         weights: Mapping[str, QuantizedWeights],
-        record: CaffeRecord,
+        layers: Mapping[str, LayerQParams],
         *,
         may_raise_scale: bool = True,
         config: str = "",
@@ -164,25 +164,28 @@ class Results:
         self._weights = dict(weights)
         self._integer: dict[str, IntegerLayer] = {}
         self._recurrent: dict[str, RecurrentWeights] = {}
-        entries: dict[str, CaffeLayerRecord] = {}
+        self.layers: dict[str, LayerQParams] = {}
         for layer in model.layers:
-            if layer.name not in record.layers:
+            if layer.name not in layers:
                 continue
-            entry = record[layer.name]
+            qparams = layers[layer.name]
             if layer.name in self._weights:
-                entry = self._finish(layer, entry, may_raise_scale)
-            entries[layer.name] = replace(entry, object_layer=layer.name, shift_bit=(), skip_fusion=False)
-        self.record = CaffeRecord(entries)
+                qparams = self._finish(layer, qparams, may_raise_scale)
+            self.layers[layer.name] = qparams
 
-    def _finish(self, layer: ProtoMessage, entry: CaffeLayerRecord, may_raise_scale: bool) -> CaffeLayerRecord:
+    def record(self) -> CaffeRecord:
+        """The final parameters as a record."""
+        return CaffeRecord({name: caffe_layer_record(name, qparams) for name, qparams in self.layers.items()})
+
+    def _finish(self, layer: ProtoMessage, qparams: LayerQParams, may_raise_scale: bool) -> LayerQParams:
         weights, blobs = self._weights[layer.name], self._model.weights[layer.name]
         if layer.type in RECURRENT_TYPES:
-            recurrent = self._recurrent[layer.name] = integer_recurrent(layer, weights, blobs, entry)
+            recurrent = self._recurrent[layer.name] = integer_recurrent(layer, weights, blobs, qparams)
             weights, overflowing = recurrent.weights, next(recurrent.overflowing(), None)
         else:
-            inputs = [known(entry.input(index)) for index in range(len(layer.bottom))]
+            inputs = [qparams.inputs[index] for index in range(len(layer.bottom))]
             bias = blobs[1] if len(blobs) > 1 else None
-            scales = [known(data.scale) for data in inputs]
+            scales = [data.step for data in inputs]
             made = self._integer[layer.name] = with_bias(
                 layer.name, weights, bias, scales, may_raise_scale=may_raise_scale
             )
@@ -195,8 +198,7 @@ class Results:
                 layer.name,
                 overflowing,
             )
-        own = caffe_weights_record(layer.name, weights.qparams())
-        return replace(entry, scale_w=own.scale_w, offset_w=own.offset_w, num_bits_w=own.num_bits_w)
+        return replace(qparams, weights=weights.qparams().weights)
 
     # ------------------------------------------------------------------ fake-quant
 
@@ -205,7 +207,7 @@ class Results:
         result = self._with_quant_layers(integers=False)
         model = result.model
         for name, recurrent in self._recurrent.items():
-            fake_recurrent(model.layer(name), self.record[name])
+            fake_recurrent(model.layer(name), self.layers[name])
             model.weights[name] = recurrent.real_blobs
         for name, integer in self._integer.items():
             blobs = real_blobs(integer.weights, model.weights[name])
@@ -219,17 +221,17 @@ class Results:
         model = self._model.copy()
 
         def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
-            fill_quant(quant.quant_param, layer.name, known(self.record[layer.name].input(index)))
+            fill_quant(quant.quant_param, layer.name, index, self.layers[layer.name].inputs[index])
             if integers:
                 quant.quant_param.integers = True
 
-        return QuantizedNet(model, insert_quant(model, self.record.layers, fill))
+        return QuantizedNet(model, insert_quant(model, self.layers, fill))
 
     # ------------------------------------------------------------------ float
 
     @property
     def folded_model(self) -> CaffeModel:
-        """The float model of the record: folded, and equalized if requested."""
+        """The float model: folded, and equalized if requested."""
         return self._model
 
     def float_model(self, *, rounded: Collection[str] = ()) -> CaffeModel:
@@ -262,13 +264,13 @@ class Results:
         made: dict[str, list[torch.Tensor]] = {}
         for layer in model.layers:
             layers.append(layer)
-            if layer.name not in self.record.layers:
+            if layer.name not in self.layers:
                 continue
-            entry = self.record[layer.name]
-            for each in sorted(entry.record_d, key=lambda data: data.index):
-                fill_quant(layer.integer_param.input.add(), layer.name, each)
+            qparams = self.layers[layer.name]
+            for index, each in sorted(qparams.inputs.items()):
+                fill_quant(layer.integer_param.input.add(), layer.name, index, each)
             if layer.name in self._recurrent:
-                made[layer.name] = deploy_recurrent(layer, self._recurrent[layer.name], entry)
+                made[layer.name] = deploy_recurrent(layer, self._recurrent[layer.name], qparams)
                 continue
             if layer.name in self._integer:
                 behind = self._weighted(layer, made, taken)
@@ -304,14 +306,14 @@ class Results:
         return behind
 
     def _data_only(self, layer: ProtoMessage, taken: set[str]) -> list[ProtoMessage]:
-        first = known(self.record[layer.name].input(0))
+        first = self.layers[layer.name].input
         behind = []
         for index in range(len(layer.top)):
             after = _layer_behind(layer, index, "AntiQuant", "quantized", taken)
             options = after.antiquant_param
             options.object_layer, options.index = layer.name, index
             if stays_integer(layer):
-                options.scale, options.offset, options.num_bits_d = first.scale, first.offset, first.bits
+                options.scale, options.offset, options.num_bits_d = first.step, first.zero_point, first.bits
             behind.append(after)
         return behind
 
@@ -324,16 +326,16 @@ def _layer_behind(layer: ProtoMessage, index: int, kind: str, blob: str, taken: 
     return made
 
 
-def _overflows(layer: IntegerLayer, index: int, data: DataFactors) -> bool:
+def _overflows(layer: IntegerLayer, index: int, data: QParams) -> bool:
     bias = layer.biases[index] if layer.biases else None
-    return may_overflow(layer.weights.weights[0], bias, data.bits, int(known(data.offset)))
+    return may_overflow(layer.weights.weights[0], bias, data.bits, data.zero_point)
 
 
-def fill_quant(options: ProtoMessage, layer: str, data: DataFactors) -> None:
-    """Write the factors of one input into a QuantParameter."""
-    options.with_offset = bool(data.offset)
-    options.scale = data.scale
-    options.offset = data.offset
+def fill_quant(options: ProtoMessage, layer: str, index: int, data: QParams) -> None:
+    """Write the parameters of one input into a QuantParameter."""
+    options.with_offset = bool(data.zero_point)
+    options.scale = data.step
+    options.offset = data.zero_point
     options.object_layer = layer
-    options.index = data.index
+    options.index = index
     options.num_bits_d = data.bits

@@ -24,7 +24,7 @@ from amct.caffe.ptq.quantized_weights import fold_quantized, quantize_weights, r
 from amct.config.layers import CAFFE_TYPES
 from amct.errors import ArgumentTypeError, CalibrationError, FileError
 from amct.record import CaffeRecord, RecordLayer
-from amct.record.conversion import caffe_weights_record
+from amct.record.conversion import caffe_layer_record
 
 if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
@@ -126,7 +126,7 @@ class QuantGraph:
     def weights_record(self) -> CaffeRecord:
         """The factors of the weights."""
         return CaffeRecord(
-            {name: caffe_weights_record(name, weights.qparams()) for name, weights in self.weights.items()}
+            {name: caffe_layer_record(name, weights.qparams()) for name, weights in self.weights.items()}
         )
 
     @property

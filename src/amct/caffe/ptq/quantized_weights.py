@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,13 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNIFORM_BITS = 8
-Found = TypeVar("Found")
-
-
-def known(found: Found | None) -> Found:
-    """Return a part of a validated record, which is never None."""
-    assert found is not None, "the record was checked"
-    return found
 
 
 def real_blobs(weights: QuantizedWeights, blobs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
 from amct.model.quant_json import VERSION, LayerEntry, LayerInFile, QuantJson
 from amct.record import encode_record, read_caffe_record, validate_record
+from amct.record.conversion import caffe_layer_qparams
 from amct.schema import format_text
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ if TYPE_CHECKING:
     from amct.export.check.losses import Reference
     from amct.export.formats import Exported, ExportReport
     from amct.model.quant_json import FileCheck
-    from amct.numerics.qparams import Observed
-    from amct.record import CaffeRecord
+    from amct.numerics.qparams import LayerQParams, Observed
 
 logger = logging.getLogger(__name__)
 
@@ -125,12 +125,12 @@ def results_of(graph: QuantGraph) -> Results:
     known = max(progress.values(), default=(0, graph.plan.batch_num))
     unfinished = {name: progress.get(name, known) for name in expected}
     validate_record(record, record_layers(graph.model, expected), progress=unfinished)
-    return results_with(graph, record)
+    return results_with(graph, {name: caffe_layer_qparams(entry) for name, entry in record.items()})
 
 
-def results_with(graph: QuantGraph, record: CaffeRecord) -> Results:
-    """Build the results of a graph from a complete record."""
-    return Results(graph.model, graph.weights, record, config=config_text(graph.plan), equalized=graph.equalized)
+def results_with(graph: QuantGraph, layers: Mapping[str, LayerQParams]) -> Results:
+    """Build the results of a graph from the parameters of all inputs."""
+    return Results(graph.model, graph.weights, layers, config=config_text(graph.plan), equalized=graph.equalized)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -236,8 +236,8 @@ class CaffeFiles:
         if self._results.equalized:
             files |= pair_files("equalized", self._results.folded_model)
         if self._with_record:
-            files["quant_param_record.txt"] = [encode_record(self._results.record, "text")]
-            files["quant_param_record.bin"] = [encode_record(self._results.record, "binary")]
+            files["quant_param_record.txt"] = [encode_record(self._results.record(), "text")]
+            files["quant_param_record.bin"] = [encode_record(self._results.record(), "binary")]
         return ExportedFiles(files=files)
 
     @property
@@ -257,7 +257,7 @@ class CaffeFiles:
         options = self.request.options.without(left_float)
         rounded = types_with_ready_integers(options.placement, options.target) if name == "qdq" else ()
         form = self._onnx_form(rounded)
-        return export_net(name, form, self._onnx_results.record, self._tensors, options, keep_weights=True)
+        return export_net(name, form, self._onnx_results.layers, self._tensors, options, keep_weights=True)
 
     def _onnx_model(self, name: str, left_float: Collection[str] = ()) -> ExportedModel:
         exported = self._in_onnx(name, left_float)
@@ -296,7 +296,7 @@ class CaffeFiles:
         return QuantJson(
             version=VERSION,
             model=notes.original.net.name,
-            layers=layer_entries(nets, self._results.record, notes),
+            layers=layer_entries(nets, self._results.layers, notes),
             skipped=(*skipped, *notes.fusion.skipped),
             files={},
             config=self._results.config,
@@ -314,7 +314,9 @@ def pair_files(kind: str, model: CaffeModel) -> dict[str, Sequence[bytes | memor
     }
 
 
-def layer_entries(nets: Mapping[str, QuantizedNet], record: CaffeRecord, notes: SaveNotes) -> dict[str, LayerEntry]:
+def layer_entries(
+    nets: Mapping[str, QuantizedNet], quantized: Mapping[str, LayerQParams], notes: SaveNotes
+) -> dict[str, LayerEntry]:
     """Describe each layer for layer-by-layer comparison.
 
     ``output`` names the blob that holds a layer's result: in the original net (without in-place layers the name is
@@ -328,18 +330,18 @@ def layer_entries(nets: Mapping[str, QuantizedNet], record: CaffeRecord, notes: 
     for layer in first.layers:
         name = layer.name
         absorbed = fusion.folded.get(name, [])
-        if name not in tops or (name not in record.layers and not absorbed):
+        if name not in tops or (name not in quantized and not absorbed):
             continue
         outputs = tops[absorbed[-1]] if absorbed and absorbed[-1] in tops else tops[name]
-        entry = record.layers.get(name)
+        qparams = quantized.get(name)
         layers[name] = LayerEntry(
             type=layer.type,
             kind=KIND_OF_CAFFE_TYPE.get(layer.type),
-            quantized=entry is not None,
+            quantized=qparams is not None,
             original_layers=(name, *(each for each in absorbed if each != name)),
             output=tuple(outputs if set(outputs) & written else layer.top),
-            data_bits=tuple(data.bits for data in entry.record_d) if entry is not None else (),
-            weight_bits=entry.weight_bits if entry is not None and entry.scale_w else None,
+            data_bits=tuple(data.bits for data in qparams.inputs.values()) if qparams is not None else (),
+            weight_bits=qparams.weight.bits if qparams is not None and qparams.weights else None,
             files={
                 kind: LayerInFile(node=name, operator=types[kind][name], inserted=tuple(net.inserted.get(name, ())))
                 for kind, net in nets.items()

@@ -261,7 +261,7 @@ class CaffeRetraining:
         target = Path(path)
         check_writable(target.parent)
         results, notes = self._trained.inference.results, self._trained.notes
-        bits = {name: entry.weight_bits for name, entry in results.record.items() if entry.scale_w}
+        bits = {name: qparams.weight.bits for name, qparams in results.layers.items() if qparams.weights}
         fake = results.fake_quant().model
         subject = ReportSubject(
             model=notes.original.net.name or self._source[0].stem,

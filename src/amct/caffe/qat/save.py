@@ -29,9 +29,10 @@ from amct.config.plan import config_text
 from amct.errors import AmctError, ModelError, RecordError
 from amct.export.request import ExportOptions, Placement, SaveRequest, Target
 from amct.export.saving import save_files
+from amct.numerics.qparams import LayerQParams, QParams
 from amct.numerics.settings import ArqSettings
-from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors, diff_records, read_caffe_record, validate_record
-from amct.record.conversion import caffe_weights_record
+from amct.record import CaffeLayerRecord, CaffeRecord, diff_records, read_caffe_record, validate_record
+from amct.record.conversion import caffe_layer_qparams, caffe_layer_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,13 +109,13 @@ class Trained:
         )
         return Path(input_file(named, f"{argument} (None; {self.source[0]} names {named!r})"))
 
-    def inputs(self) -> dict[str, list[DataFactors]]:
-        """The factors of the inputs of each layer.
+    def inputs(self) -> dict[str, dict[int, QParams]]:
+        """The parameters of the inputs of each layer.
 
         Raises:
             ModelError: The caffemodel has no clips, or they are not found yet.
         """
-        found: dict[str, list[DataFactors]] = {}
+        found: dict[str, dict[int, QParams]] = {}
         for layer in self.retrained:
             if layer.type != "RetrainDataQuant":
                 continue
@@ -125,8 +126,8 @@ class Trained:
                     f'{self.source[1]}: layer "{layer.name}" (RetrainDataQuant) has no clips; give the caffemodel of a '
                     "snapshot, after at least one training iteration of this prototxt"
                 )
-            data = DataFactors(index=options.index, scale=factors[0], offset=factors[1], num_bits=options.num_bits_d)
-            found.setdefault(options.object_layer, []).append(data)
+            data = QParams.of(factors[0], factors[1], options.num_bits_d)
+            found.setdefault(options.object_layer, {})[options.index] = data
         return found
 
     def weights(self) -> dict[str, QuantizedWeights]:
@@ -171,30 +172,20 @@ def trained_results(trained: Trained, plan: RetrainPlan, record_file: Path | Non
         FileError: It cannot be read.
     """
     weights, inputs = trained.weights(), trained.inputs()
-    record = CaffeRecord(
-        {
-            name: replace(
-                caffe_weights_record(name, weights[name].qparams()) if name in weights else CaffeLayerRecord(),
-                record_d=tuple(data),
-            )
-            for name, data in inputs.items()
-        }
-    )
+    layers = {name: LayerQParams(inputs=data) for name, data in inputs.items()}
     if record_file is not None:
-        record = _with_shapes(record, _checked_record(record_file, record, trained))
+        layers = _with_sizes(layers, _checked_record(record_file, layers, trained))
     folded = trained.model.copy()
     fusion = fold_quantized(folded, weights)
     config = config_text(plan.deployed())
     reasons = plan.not_quantized
     not_quantized = {
-        layer.name: reasons.get(layer.name, "not retrained")
-        for layer in folded.layers
-        if layer.name not in record.layers
+        layer.name: reasons.get(layer.name, "not retrained") for layer in folded.layers if layer.name not in layers
     }
     return TrainedResults(
-        results=Results(folded, weights, record, config=config),
+        results=Results(folded, weights, layers, config=config),
         notes=SaveNotes(original=trained.model, fusion=fusion, not_quantized=not_quantized),
-        inference=_inference(folded, weights, record, config),
+        inference=_inference(folded, weights, layers, config),
     )
 
 
@@ -209,19 +200,19 @@ def save_trained(trained: TrainedResults, request: SaveRequest) -> list[Path]:
     return save_files(CaffeFiles(request, results, trained.notes, reference=reference, inference=trained.inference))
 
 
-def _checked_record(path: Path, trained: CaffeRecord, model: Trained) -> CaffeRecord:
+def _checked_record(path: Path, trained: Mapping[str, LayerQParams], model: Trained) -> CaffeRecord:
     """The record of the TEST phase, which must have the factors of every layer."""
     record = read_caffe_record(path)
-    missing = [name for name in trained.layers if name not in record.layers or not record[name].record_d]
+    missing = [name for name in trained if name not in record.layers or not record[name].record_d]
     if missing:
         raise RecordError(
             f"Cannot find scale_d of layer '{missing[0]}' in record file {path}: {len(missing)} of "
-            f"{len(trained.layers)} layers have none. The TEST phase of the solver writes them: set test_iter and "
+            f"{len(trained)} layers have none. The TEST phase of the solver writes them: set test_iter and "
             "test_interval above 0, and train to a test"
         )
-    validate_record(record, record_layers(model.model, set(trained.layers)))
-    own = CaffeRecord({name: _plain(entry) for name, entry in trained.items()})
-    other = CaffeRecord({name: _plain(record[name]) for name in trained.layers})
+    validate_record(record, record_layers(model.model, set(trained)))
+    own = CaffeRecord({name: _plain(name, qparams) for name, qparams in trained.items()})
+    other = CaffeRecord({name: _plain(name, caffe_layer_qparams(record[name])) for name in trained})
     differences = diff_records(other, own)
     if differences:
         logger.warning(
@@ -235,35 +226,18 @@ def _checked_record(path: Path, trained: CaffeRecord, model: Trained) -> CaffeRe
     return record
 
 
-def _plain(entry: CaffeLayerRecord) -> CaffeLayerRecord:
-    """The activation factors of an entry, without shapes."""
-    return CaffeLayerRecord(
-        record_d=tuple(
-            DataFactors(index=data.index, scale=data.scale, offset=data.offset, num_bits=data.bits)
-            for data in entry.record_d
-        )
-    )
+def _plain(layer: str, qparams: LayerQParams) -> CaffeLayerRecord:
+    """The entry of the inputs of a layer, without sizes."""
+    return caffe_layer_record(layer, LayerQParams(inputs=qparams.inputs))
 
 
-def _with_shapes(record: CaffeRecord, written: CaffeRecord) -> CaffeRecord:
-    """The record with the shapes of the inputs that the TEST phase saw."""
-    entries = {}
-    for name, entry in record.items():
-        seen = {data.index: data for data in written[name].record_d}
-        entries[name] = replace(
-            entry,
-            record_d=tuple(
-                replace(data, channels=before.channels, height=before.height, width=before.width)
-                if (before := seen.get(data.index)) is not None
-                else data
-                for data in entry.record_d
-            ),
-        )
-    return CaffeRecord(entries)
+def _with_sizes(layers: Mapping[str, LayerQParams], written: CaffeRecord) -> dict[str, LayerQParams]:
+    """The parameters with the sizes of the inputs that the TEST phase saw."""
+    return {name: replace(each, sizes=caffe_layer_qparams(written[name]).sizes) for name, each in layers.items()}
 
 
 def _inference(
-    model: CaffeModel, weights: dict[str, QuantizedWeights], record: CaffeRecord, config: str
+    model: CaffeModel, weights: dict[str, QuantizedWeights], layers: Mapping[str, LayerQParams], config: str
 ) -> Inference | str:
     """The form of the model for ATC and ONNX, or why there is none."""
     try:
@@ -275,7 +249,7 @@ def _inference(
     results = Results(
         deployed,
         {name: each for name, each in weights.items() if name in names},
-        CaffeRecord({name: entry for name, entry in record.items() if name in names}),
+        {name: qparams for name, qparams in layers.items() if name in names},
         config=config,
     )
     return Inference(results=results, reference=_onnx_reference(model, results))

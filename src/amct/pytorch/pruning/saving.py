@@ -18,7 +18,6 @@ from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, float_onnx
 from amct.pytorch.onnx.modified_onnx import FileNotes
 from amct.pytorch.pruning.sparse import make_plain
 from amct.pytorch.user_model import as_array, copy_model
-from amct.record import Record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from amct.export.request import SavePath
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.inputs import IoOptions
+    from amct.record import Record
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
@@ -100,7 +100,8 @@ def save_float(
     written = OnnxFiles(
         request=SaveRequest(where=where, formats=(*files.formats, *([RECORD] if files.record is not None else ()))),
         model=onnx_model,
-        record=files.record if files.record is not None else Record(),
+        layers={},
+        record=files.record,
         reference=_reference(traced, onnx_model),
         folded=notes.fusions,
         skipped=notes.skips(),

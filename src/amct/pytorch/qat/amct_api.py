@@ -31,7 +31,7 @@ from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.inputs import IoOptions, example_inputs
 from amct.pytorch.qat.checkpoint import load_state
-from amct.pytorch.qat.deployment import tensors_between_layers, trained_record
+from amct.pytorch.qat.deployment import tensors_between_layers, trained_layers
 from amct.pytorch.qat.door import build
 from amct.pytorch.qat.model import QatModel
 from amct.pytorch.user_model import unwrap
@@ -226,15 +226,16 @@ def save_trained(
         FileError: A file cannot be written.
     """
     example = (preparation.traced.inputs.args, preparation.traced.inputs.kwargs)
-    record = replace(trained_record(preparation, trained), prune=tuple(prune))
+    layers = trained_layers(preparation, trained)
+    record = replace(preparation.record_of(layers), prune=tuple(prune))
     tensors = tensors_between_layers(trained, preparation, [trained.seen or example])
-    compared = reference(preparation, record, [example])
+    compared = reference(preparation, layers, [example])
     with atomic.FileGroup() as group:
         group.write_bytes(path, encode_record(record, form_of(path) or "text"))
         if tensors is not None:
             group.write_text(tensor_factors_path(path), tensor_factors_text(tensors))
     request = SaveRequest(where=where, record_file=path)
-    save_files(preparation.files(request, record, tensors, compared))
+    save_files(preparation.files(request, layers, tensors, compared))
 
 
 def _built(config_file: AnyPath, model: nn.Module, input_data: object) -> QatModel:

@@ -47,8 +47,6 @@ from amct.pytorch.qat.operations import (
     share_quantizer,
 )
 from amct.pytorch.qat.quantizers import ActivationQuantizer
-from amct.record import Record
-from amct.record.conversion import layer_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -128,6 +126,7 @@ def prepare_trained(
         unquantizable=traced.skips,
         folded_layers={layer: (norm,) for layer, norm in fused.fusions.items()},
         unfolded=fused.skips,
+        is_trained=True,
         traced=traced,
         fused=fused,
     )
@@ -174,11 +173,10 @@ def _on_grid(source: FloatWeight, integers: Tensor, qparams: QParams, folded: nn
     return exact
 
 
-def trained_record(preparation: TorchPreparation, trained: nn.Module) -> Record:
-    """The record of a trained model: weights as prepared, activations from the trained clips."""
+def trained_layers(preparation: TorchPreparation, trained: nn.Module) -> dict[str, LayerQParams]:
+    """The parameters of a trained model: weights as prepared, inputs from the trained clips."""
     layers = quantized_layers(trained)
-    found = {name: _with_clips(qparams, layers[name]) for name, qparams in preparation.weight_qparams().items()}
-    return Record({name: layer_record(qparams).for_retraining() for name, qparams in found.items()})
+    return {name: _with_clips(qparams, layers[name]) for name, qparams in preparation.weight_qparams().items()}
 
 
 def _with_clips(qparams: LayerQParams, layer: QuantizedLayer) -> LayerQParams:

@@ -24,7 +24,7 @@ from amct.pytorch.qat.deployment import (
     check_trained,
     prepare_trained,
     tensors_between_layers,
-    trained_record,
+    trained_layers,
 )
 from amct.pytorch.qat.layers import quantized_layers
 from amct.pytorch.qat.operations import has_operations, inside, operation_quantizers, quantized_inputs
@@ -147,7 +147,7 @@ class QatModel(nn.Module):
             raise ArgumentError("data: a batch is needed to trace the model; give data, or run the model in eval mode")
         preparation = self.preparation(example, state.io)
         tensors = tensors_between_layers(self, preparation, [example] if batches is None else batches)
-        return QuantizedModel(preparation, trained_record(preparation, self), tensors, [example])
+        return QuantizedModel(preparation, trained_layers(preparation, self), tensors, [example])
 
     def preparation(self, example: Arguments, io: IoOptions) -> TorchPreparation:
         """The folded model with the trained integers, as exports read it.

@@ -21,7 +21,7 @@ from amct.atomic import is_file, read_bytes, replace_fleeting
 from amct.caffe.engine.layer import Layer, register
 from amct.calibration import ALONE, CalibrationSession, RecordFiles, Stream, all_ranks, make_observer
 from amct.calibration.record_files import progress_path
-from amct.calibration.streams import caffe_inputs, caffe_stream
+from amct.calibration.session import INPUT
 from amct.config.checks import checked_settings
 from amct.config.plan import OPEN_ENDED
 from amct.config.registry import settings_from_dict
@@ -29,8 +29,10 @@ from amct.errors import AmctError, CalibrationError, FileError
 from amct.export.check.batch import batch_path, encode_batch, kept_inputs
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.ifmr import IfmrObserver
+from amct.numerics.qparams import LayerQParams
 from amct.numerics.settings import IfmrSettings
 from amct.record import read_caffe_record, update_inputs
+from amct.record.conversion import caffe_layer_record
 from amct.schema import shortest_float
 
 if TYPE_CHECKING:
@@ -54,6 +56,27 @@ _WEIGHTS = re.compile(
     rb'(?:    (?:(?:scale|offset|num_bits)_w: -?[0-9][0-9.e+-]*|object_layer: "[^"\\\n]*")\n)+'
     rb"  \}\n\}\n)+"
 )
+
+
+_IMAGE_AXES = 4
+
+
+def caffe_stream(index: int) -> str:
+    """The name of the stream of one bottom of a layer."""
+    return f"{INPUT} {index}"
+
+
+def observed_inputs(result: CalibrationResult) -> dict[str, LayerQParams]:
+    """By layer: the parameters of all its inputs, with channels, height and width of 4-dimensional ones."""
+    layers = {}
+    for layer, found in result.layers.items():
+        numbers = {name: int(name.removeprefix(INPUT)) for name in found}
+        shapes = {numbers[name]: result.shapes[layer][name] for name in found}
+        layers[layer] = LayerQParams(
+            inputs={numbers[name]: each for name, each in found.items()},
+            sizes={number: shape[1:] for number, shape in shapes.items() if len(shape) == _IMAGE_AXES},
+        )
+    return layers
 
 
 def check_named_record(path: str) -> None:
@@ -298,10 +321,10 @@ class _RecordFile:
 
     def write(self, result: CalibrationResult) -> None:
         self._check()
-        found = caffe_inputs(result)
-        update_inputs(self.path, found)
-        for layer, inputs in found.items():
-            for _ in inputs:
+        found = observed_inputs(result)
+        update_inputs(self.path, {layer: caffe_layer_record(layer, each).record_d for layer, each in found.items()})
+        for layer, each in found.items():
+            for _ in each.inputs:
                 logger.info("Do layer %s activation calibration success!", layer)
 
     def complete(self, result: CalibrationResult) -> None:
