@@ -96,10 +96,12 @@ def save_files(files: ModelFiles) -> list[Path]:
                 related=request.related(),
             )
             write_quant_json(group, request.where.quant_json, document)
-        written = group.written()
-        warn_of_replaced(written)
+        warn_of_replaced(group.written())
+    written = [path for file in saved for path in (file.target, *map(file.target.with_name, file.beside))]
+    if request.models:
+        written.append(request.where.quant_json)
     logger.info("wrote %s", ", ".join(map(str, written)))
-    return [*written]
+    return written
 
 
 def _written(group: FileGroup, request: SaveRequest, name: str, exported: Exported | ExportError) -> FileToCheck | str:
