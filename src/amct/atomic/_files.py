@@ -48,6 +48,7 @@ class FileGroup:
 
     def __init__(self) -> None:
         self._temporaries: dict[Path, Path] = {}
+        self._given: dict[Path, Path] = {}
         self._folders: set[Path] = set()
         self._created_folders: list[Path] = []
         self._active = False
@@ -86,6 +87,7 @@ class FileGroup:
             self._created_folders += make_folders(target.parent)
             remove_leftovers(target.parent)
             self._folders.add(target.parent)
+        self._given[target] = Path(path)
         self._temporaries[target] = temporary_path(target)
         return self._temporaries[target]
 
@@ -118,8 +120,8 @@ class FileGroup:
         return self._temporaries[replaceable(path)]
 
     def written(self) -> dict[Path, Path]:
-        """Return the files added so far, each with its temporary file."""
-        return dict(self._temporaries)
+        """Return the files added so far, by the paths that were given, each with its temporary file."""
+        return {self._given[target]: temporary for target, temporary in self._temporaries.items()}
 
     def _check_complete(self) -> None:
         if self._failed is not None:
