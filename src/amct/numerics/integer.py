@@ -115,22 +115,6 @@ def integer_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, off
     return _with_bias(sums, bias, bound, channel_axis=-1)
 
 
-def integer_matmul(a: Tensor, b: Tensor, *, offset_a: int = 0, offset_b: int = 0) -> Tensor:
-    """Compute ``(a - offset_a) @ (b - offset_b)`` exactly on integers, batched as ``torch.matmul``: int32 or int64.
-
-    Raises:
-        ArgumentTypeError: a tensor is not of integers.
-        ArgumentError: shapes do not fit, or the sums could exceed 2^53.
-    """
-    _check_integers(a=a, b=b)
-    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
-        raise ArgumentError(f"expected a [..., M, K] and b [..., K, N], got {list(a.shape)} and {list(b.shape)}")
-    bound = _largest_magnitude(a, offset_a) * _largest_magnitude(b, offset_b) * a.shape[-1]
-    dtype = _exact_dtype(bound, a.device)
-    sums = torch.matmul(_moved(a, dtype, offset_a), _moved(b, dtype, offset_b))
-    return _with_bias(sums, None, bound, channel_axis=-1)
-
-
 @dataclass(frozen=True)
 class AccumulatorRange:
     """Smallest and largest sum of each output channel, int64 ``[Cout]``."""
@@ -182,21 +166,6 @@ def _converted_rows(rows: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
         if memory is None:
             memory = torch.empty(some.shape, dtype=dtype, device=rows.device)
         yield memory[: len(some)].copy_(some)
-
-
-def actual_accumulator(sums: Tensor, *, channel_axis: int = 1) -> AccumulatorRange:
-    """Return the range of computed sums per channel.
-
-    Raises:
-        ArgumentTypeError: the sums are not integers.
-        ArgumentError: ``sums`` is empty.
-    """
-    _check_integers(sums=sums)
-    if sums.numel() == 0:
-        raise ArgumentError(f"sums: expected at least one value, got shape {list(sums.shape)}")
-    rows = sums.movedim(channel_axis, 0).reshape(sums.shape[channel_axis], -1).to(torch.int64)
-    lowest, highest = torch.aminmax(rows, dim=1)
-    return AccumulatorRange(lowest, highest)
 
 
 def _convolve(x: Tensor, weight: Tensor, geometry: ConvolutionGeometry) -> Tensor:

@@ -237,12 +237,6 @@ def unpaired(pairs: Tensor, shape: torch.Size) -> Tensor:
     return rows.reshape(shape[0], -1, shape[1]).transpose(1, 2).reshape(shape)
 
 
-def pairs_fit(integers: Tensor) -> bool:
-    """Whether no pair of an int8 weight ``[Cout, Cin/groups, ...]`` can saturate."""
-    chunks = row_chunks(integers.shape[0], integers.numel())
-    return all(bool((_sums(integers[part].short()).abs() <= PAIR_LIMIT).all()) for part in chunks)
-
-
 def paired_scale(weight: Tensor) -> Tensor:
     """The scale of each output ``[Cout]`` with the least expected error of weights whose pairs are bounded.
 
