@@ -61,6 +61,12 @@ def test_without_a_regular_channel_nothing_is_balanced(activation, weight):
     assert balance_factors(torch.tensor(activation), torch.tensor(weight)).tolist() == [1.0, 1.0]
 
 
+def test_a_dead_channel_whose_factor_would_be_too_large_is_not_balanced():
+    factors = balance_factors(torch.tensor([4.0, 0.0, 1e7]), torch.tensor([1.0, 2e-7, 0.0]))
+    assert factors.tolist() == [2.0, 1.0, 5e6]
+    assert balance_factors(torch.tensor([4.0, 1e8]), torch.tensor([1.0, 0.0])).tolist() == [2.0, 1.0]
+
+
 LAYERS = [
     pytest.param(nn.Conv2d(6, 4, 3, padding=1), CONV, 1, (2, 6, 5, 5), 1, id="conv"),
     pytest.param(nn.Conv2d(6, 4, 3, groups=2), CONV, 2, (2, 6, 5, 5), 1, id="conv-g2"),

@@ -50,7 +50,8 @@ def balance_factors(activation_max: Tensor, weight_max: Tensor, migration_streng
 
     A maximum below float epsilon counts as zero. If both are zero, the factor is 1. If only the activation is zero, the
     factor raises the weight to the largest balanced weight. If only the weight is zero, the factor lowers the
-    activation to the largest balanced activation. If no channel has both, all factors are 1.
+    activation to the largest balanced activation; it is 1 where such a factor would be outside of what is allowed. If
+    no channel has both, all factors are 1.
 
     Args:
         activation_max: ``[Cin]``.
@@ -80,7 +81,10 @@ def balance_factors(activation_max: Tensor, weight_max: Tensor, migration_streng
         factors[only_activation_zero] = (weight[regular] * balanced).max() / weight[only_activation_zero]
         factors[only_weight_zero] = activation[only_weight_zero] / (activation[regular] / balanced).max()
     legal = (factors > SMALLEST_SCALE) & (factors < LARGEST_SCALE)
-    _check_channels(legal, activation, weight, f"give a factor outside {SMALLEST_SCALE:g}..{LARGEST_SCALE:g}")
+    factors[~(regular | legal)] = 1
+    _check_channels(
+        legal | ~regular, activation, weight, f"give a factor outside {SMALLEST_SCALE:g}..{LARGEST_SCALE:g}"
+    )
     return factors.float()
 
 
