@@ -274,3 +274,22 @@ def test_a_shuffling_loader_pairs_inputs_with_their_own_outputs():
         quantized = amct.quantize(model, loader, amct.QuantConfig(layers=layers, batch_num=4))
         errors.append({found.layer: found.mean_squared_error for found in quantized.compare(data)}["c2"])
     assert errors[0] < errors[1]
+
+
+class SamePadding(nn.Conv2d):
+    """Pads its input at one side, as TensorFlow does."""
+
+    def forward(self, x):
+        return functional.conv2d(functional.pad(x, (0, 1, 0, 1)), self.weight, self.bias, self.stride)
+
+
+@pytest.mark.parametrize("mode", ["plain", "fast"])
+def test_a_layer_that_pads_its_input_learns_from_what_its_operation_reads(mode):
+    torch.manual_seed(0)
+    net, data = nn.Sequential(SamePadding(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval(), images()
+    (given,) = _collect(net, ["0"], [((data,), {})], inputs=True)["0"]
+    assert given.shape[2:] == (data.shape[2] + 1, data.shape[3] + 1)
+    assert "forward" not in vars(net[0])
+    quantized = amct.quantize(net, [data], config(), adaround=mode)
+    assert quantized.layers == ("0", "2")
+    assert quantized.prepared.weights["0"].custom_rounding

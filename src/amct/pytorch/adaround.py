@@ -27,6 +27,7 @@ from amct.numerics.adaround.rounding import Learning
 from amct.numerics.integer import ConvolutionGeometry
 from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline.weights import layer_error
+from amct.pytorch.call_sites import has_own_forward, observe_operation
 from amct.pytorch.capture.functional_layers import layer_module, named_layers
 from amct.pytorch.capture.layer_types import put_weights
 from amct.pytorch.layer_hooks import Balance, given_input
@@ -224,7 +225,6 @@ def _collect(
     """
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     noted: set[str] = set()  # in this batch
-    handles = []
 
     def note(name: str, value: object) -> None:
         if name in noted:
@@ -235,13 +235,7 @@ def _collect(
         if name == names[-1]:
             raise _StopForward
 
-    for name in names:
-        module = layer_module(model, name)
-        if inputs:
-            hook = lambda _, args, kwargs, name=name: note(name, given_input(args, kwargs))  # noqa: E731  a closure each
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        else:
-            handles.append(module.register_forward_hook(lambda _, __, output, name=name: note(name, output)))
+    undo = [_watched(layer_module(model, name), functools.partial(note, name), inputs=inputs) for name in names]
     try:
         with torch.no_grad():
             for number, (args, kwargs) in enumerate(batches):
@@ -251,9 +245,19 @@ def _collect(
                 with suppress(_StopForward):
                     model(*args, **kwargs)
     finally:
-        for handle in handles:
-            handle.remove()
+        for each in undo:
+            each()
     return found
+
+
+def _watched(layer: nn.Module, seen: Callable[[object], None], *, inputs: bool) -> Callable[[], None]:
+    """Call a function with the input or the output of a layer's operation; returns the undoing."""
+    if has_own_forward(layer):  # it may pad its input
+        return observe_operation(layer, lambda x, y: seen(x if inputs else y))
+    if not inputs:
+        return layer.register_forward_hook(lambda _, __, output: seen(output)).remove
+    before = layer.register_forward_pre_hook(lambda _, args, kwargs: seen(given_input(args, kwargs)), with_kwargs=True)
+    return before.remove
 
 
 @dataclass

@@ -92,6 +92,37 @@ def function_name(func: object) -> str:
     return getattr(func, "__name__", str(func))
 
 
+_LAYER_OPERATIONS = frozenset({"linear", *(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3))})
+
+
+def has_own_forward(layer: nn.Module) -> bool:
+    """Whether a layer's class changes torch's forward, so that its operation may read and return something else."""
+    methods = (getattr(type(layer), name, None) for name in ("forward", "_conv_forward"))
+    return any(method is not None and not method.__module__.startswith("torch.nn.") for method in methods)
+
+
+def observe_operation(layer: nn.Module, seen: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[[], None]:
+    """Call a function with input and result of the convolution or product in a layer's forward; returns the undoing."""
+    forward, own = layer.forward, vars(layer).get("forward")
+
+    def listen(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  any result
+        result = func(*args, **kwargs)
+        if function_name(func) in _LAYER_OPERATIONS:
+            seen(args[0] if args else kwargs["input"], result)
+        return result
+
+    def observed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the user's forward
+        with FunctionMode(listen):
+            return forward(*args, **kwargs)
+
+    def undo() -> None:
+        del vars(layer)["forward"]
+        vars(layer).update({} if own is None else {"forward": own})
+
+    vars(layer)["forward"] = observed
+    return undo
+
+
 @dataclass
 class OpenCall:
     """A module call that is being executed: what it has called so far, and whether its forward runs or a hook."""

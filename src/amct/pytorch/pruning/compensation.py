@@ -20,6 +20,7 @@ from torch import Tensor, distributed, nn
 
 from amct.calibration.ranks import Activity, Meeting, all_ranks, fingerprint
 from amct.numerics.pruning import Reader, elimination_order, with_ridge
+from amct.pytorch.call_sites import has_own_forward, observe_operation
 from amct.pytorch.pruning.cutting import removed_positions
 from amct.pytorch.user_model import copy_model
 
@@ -97,7 +98,9 @@ class InputMoments:
 
     def hook(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Add the input of one call, as a forward pre-hook."""
-        axis = -1 if isinstance(module, nn.Linear) else 1
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        axis = -1 if isinstance(module, nn.Linear) else 1 - weight.ndim  # with a batch or without one
         rows = inputs[0].detach().movedim(axis, -1).flatten(0, -2).to(torch.float64)
         count, total, products = self.sums
         self.sums = [count.to(rows.device) + len(rows), total + rows.sum(dim=0), products + rows.T @ rows]
@@ -127,7 +130,11 @@ def measure_inputs(model: nn.Module, names: Collection[str], batches: Iterable[A
     moments = {name: InputMoments() for name in sorted(names) if _is_measured(modules.get(name))}  # in every process
     watched = copy_model(model, share_tensors=True)
     for name, moment in moments.items():
-        watched.get_submodule(name).register_forward_pre_hook(moment.hook)
+        module = watched.get_submodule(name)
+        if has_own_forward(module):
+            observe_operation(module, lambda x, _, add=moment.hook, module=module: add(module, (x,)))  # type: ignore[misc]
+        else:
+            module.register_forward_pre_hook(moment.hook)
     with torch.no_grad(), agreement(["inputs", *moments]) as agreed:
         for args, kwargs in agreed.each(batches):
             watched(*args, **kwargs)
