@@ -286,3 +286,60 @@ def test_wrong_model_and_records(net, tmp_path):
         amct.pytorch.restore_pruned(nn.Sequential(nn.Linear(2, 2)), record)
     with pytest.raises(RecordError, match="expected the removed channels"):
         amct.pytorch.restore_pruned(copy.deepcopy(model), amct.pytorch.Record())
+
+
+class TransposedConv(nn.Conv1d):
+    """A Conv1d of sequences of vectors."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("head", "shape"),
+    [(TransposedConv(16, 16, 1), (2, 16, 10)), (TransposedConv(16, 4, 1), (2, 7, 10)), (nn.Linear(16, 4), (7, 10))],
+)
+def test_a_layer_is_fitted_to_what_its_operation_reads(head, shape):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), head).eval(), torch.randn(*shape)
+    with torch.no_grad():
+        model[0].weight[:8], model[0].bias[:8] = model[0].weight[8:], model[0].bias[8:]  # each channel is there twice
+    pruned = amct.pytorch.prune(model, x, 0.5, batches=[x]).model
+    assert pruned[0].out_features == 8
+    torch.testing.assert_close(pruned(x), model(x), atol=1e-3, rtol=1e-3)
+
+
+class Functions(nn.Module):
+    """A convolution, a batch norm and a depthwise convolution that are functions."""
+
+    def __init__(self, *, literal):
+        super().__init__()
+        self.first, self.depthwise = nn.Parameter(torch.randn(16, 3, 3, 3)), nn.Parameter(torch.randn(16, 1, 3, 3))
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("var", torch.ones(16))
+        self.last, self.literal = nn.Linear(16, 4), literal
+
+    def forward(self, x):
+        y = functional.batch_norm(functional.conv2d(x, self.first), self.mean, self.var)
+        y = functional.conv2d(y, self.depthwise, groups=16 if self.literal else y.shape[1])
+        return self.last(y.mean((2, 3)))
+
+
+@pytest.mark.parametrize(("literal", "left"), [(False, 8), (True, 16)])
+def test_channels_of_functions(literal, left):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    result = amct.pytorch.prune(Functions(literal=literal).eval(), x, 0.5)
+    assert result.channels["first"] == (16, left)
+    assert (len(result.model.mean), len(result.model.depthwise), result.model.last.in_features) == (left,) * 3
+    assert result.model(x).shape == (2, 4)
+
+
+def test_a_config_with_both_kinds_of_pruning(net, tmp_path):
+    model, batches = net
+    sparse = 'override_layer_configs { layer_name: "c2" prune_config { n_out_of_m_pruner { l1_selective_prune { } } } }'
+    (tmp_path / "both.cfg").write_text(filters(0.5, more=sparse))
+    with pytest.raises(ConfigError, match='gives "c2" 2:4 sparsity; both at once are done with reach="amct" only'):
+        amct.pytorch.prune(model, batches[0], config=tmp_path / "both.cfg")
+    result = amct.pytorch.prune(model, batches[0], config=tmp_path / "both.cfg", reach="amct")
+    assert any(chain.selective is not None for chain in result.record.prune)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from amct.pytorch.pruning.cutting import PARAMETER, node_type
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -296,10 +298,10 @@ class ChannelMap:
         )
 
     def normalizes(self, operation: Operation, labels: Axis, parameter: str | None) -> None:
-        """Note an operation with one parameter per channel, which may also have none."""
-        if labels is None:
-            return
+        """Note a module with one parameter per channel, which may also have none; of a function its parameters are."""
         path = (parameter or "").rpartition(".")[0] or (operation.callers[-1].path if operation.callers else "")
+        if labels is None or node_type(self.modules.get(path)) == PARAMETER:
+            return
         self.layers.append(LayerChannels(name=path, operation=operation, inputs=None, outputs=labels))
 
 

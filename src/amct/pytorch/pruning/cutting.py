@@ -76,6 +76,8 @@ class _ChainWriter:
         consumers: dict[str, PruneNode] = {}
         for layer in channel_map.layers:
             roots = sets.roots(layer.outputs if layer.inputs is None else layer.inputs)
+            if layer.name == layer.weight and channel_map.tensors[layer.name].shape[layer.axes[0]] != len(roots):
+                continue  # the weight of a grouped function, of which each group reads its own inputs: see below
             if layer.name not in consumers and np.isin(roots, self.gone).any():
                 consumers[layer.name] = self._node(layer, roots)
         cut_with_module = _tensors_of_layers(channel_map)

@@ -88,6 +88,11 @@ def prune(  # noqa: PLR0913  a front door with its settings
         plan = uniform_pruning(ratios, "prune", prunable_layers(traced))
     if plan is not None and not plan.filters:
         raise ConfigError(f"{plan.source}: it prunes no channels; sparsify is the function for 2:4 sparsity")
+    if plan is not None and plan.selective and reach == "full":
+        raise ConfigError(
+            f'{plan.source}: it prunes channels and gives "{plan.selective[0].name}" 2:4 sparsity; both at once are '
+            'done with reach="amct" only'
+        )
     if reach == "amct":
         assert plan is not None
         found = _as_amct(traced, plan, data)
@@ -205,11 +210,11 @@ def _wanted(ratio: float, flops: float | None, align: int, plan: PrunePlan | Non
     settings = {layer.name: layer.settings for layer in plan.filters}
 
     def of(cell: ChannelCell) -> list[FilterPruneSettings]:
-        found = (settings[maker.name] for maker in cell.makers)
+        found = (settings.get(maker.name) for maker in cell.makers)  # a functional layer has no settings
         return [each for each in found if isinstance(each, FilterPruneSettings)]
 
     return Wanted(
-        ratio=lambda cell: min(each.prune_ratio for each in of(cell)),
+        ratio=lambda cell: min((each.prune_ratio for each in of(cell)), default=0.0),
         align=lambda cell: ASCEND_CHANNELS if any(each.ascend_optimized for each in of(cell)) else align,
         kept=plan.not_pruned,
     )

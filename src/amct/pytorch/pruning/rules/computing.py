@@ -46,6 +46,8 @@ def convolution(channels: ChannelMap, operation: Operation) -> Axes:
         outputs = channels.labelled(weight_axes[out_axis], int(weight.shape[out_axis] or 0))
     else:
         outputs = _grouped(channels, operation, inputs, weight_axes, groups, transposed=transposed)
+        if channels.owner_of_call(operation, nn.modules.conv._ConvNd) is None:
+            channels.follows_sizes(inputs, operation)  # the number of groups
     if bias is not None:
         channels.join([outputs, channels.of(bias)[0]], operation)
     channels.add_layer(
