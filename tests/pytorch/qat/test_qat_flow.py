@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,18 @@ def test_saving_before_training_says_what_to_do(tmp_path):
         (lambda model: {**model.state_dict(), "c1.weight": torch.ones(2)}, r'"c1.weight" has shape \[2\]'),
         (lambda _: {"epoch": 3}, "holds no state_dict; it has epoch"),
         (lambda _: [1, 2], "holds no state_dict"),
+        (lambda model: {**model.state_dict(), 5: torch.ones(2)}, "holds no state_dict: 5 is no name of a tensor"),
+        (lambda model: {**model.state_dict(), "c1.weight": 3}, '"c1.weight" is no tensor'),
+        (lambda model: {**model.state_dict(), "c1.input_quantizer.clip_min": None}, 'clip_min" is no tensor'),
+        (lambda model: {**model.state_dict(), "c1.input_quantizer.clip_min": torch.ones(2)}, r"has shape \[2\]"),
+        (
+            lambda model: {**model.state_dict(), "c1.bias": torch.ones(1).to_sparse()},
+            "'c1.bias' is no name of a tensor",
+        ),
+        (lambda model: {key: value + 1j for key, value in model.state_dict().items()}, "has the type torch.complex64"),
+        (lambda model: {**model.state_dict(), "c1.input_quantizer.observed_seen": "3"}, "does not fit"),
+        (lambda _: {"c1.replaced_module.weight": torch.ones(2), "c1.cur_batch": "x"}, "a checkpoint of AMCT"),
+        (lambda _: {"c1.replaced_module.weight": 2, "c1.cur_batch": torch.ones(3)}, "a checkpoint of AMCT"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(trained, tmp_path, content, message):
@@ -225,6 +238,17 @@ def test_other_wrong_checkpoints(trained, tmp_path):
             flow.restore(state=tmp_path / name)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         flow.restore(state=tmp_path / "missing.pth")
+
+
+def test_a_checkpoint_that_grows_in_memory_is_refused(trained, tmp_path, monkeypatch):
+    flow, _ = trained
+    with zipfile.ZipFile(flow.state) as archive, zipfile.ZipFile(tmp_path / "bomb.pth", "w", 8) as bomb:
+        for entry in archive.namelist():
+            bomb.writestr(entry, archive.read(entry))
+        bomb.writestr("bomb/data/1000", bytes(4 << 20))
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(RuntimeError, match=r"it would take .* of memory"):
+        flow.restore(state=tmp_path / "bomb.pth")
 
 
 def test_another_architecture_is_refused(trained):

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from amct.errors import CheckpointError, MissingFileError, TrainingError, did_you_mean
+from amct.errors import AmctError, CheckpointError, MissingFileError, TrainingError, did_you_mean
+from amct.memory import gibibytes
 from amct.pytorch.qat.layers import quantized_layers
 from amct.pytorch.qat.quantizers import ActivationQuantizer, is_observation
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 _PREFIX = "module."
 _SHOWN = 4
+_MOST_GROWTH = 16
+"""A checkpoint that is larger than its file by this factor is refused; one that someone compressed is not."""
 
 
 def load_state(model: nn.Module, file: str | os.PathLike[str], name: str | None) -> None:
@@ -59,7 +64,12 @@ def load_state(model: nn.Module, file: str | os.PathLike[str], name: str | None)
     for name, module in model.named_modules():
         if isinstance(module, ActivationQuantizer) and bool(state.get(f"{name}.clip_min", 0)):
             module.free_min()
-    model.load_state_dict(state)
+    try:
+        model.load_state_dict(state)
+    except AmctError:
+        raise
+    except Exception as error:  # of a module's own state, which only its code can read
+        raise TrainingError(f"{os.fspath(file)} does not fit {type(model).__name__}: {error}") from error
 
 
 def _read(file: str | os.PathLike[str], name: str | None) -> dict[str, Any]:
@@ -67,10 +77,12 @@ def _read(file: str | os.PathLike[str], name: str | None) -> dict[str, Any]:
     if not os.path.exists(path):  # noqa: PTH110  the path as the user gave it
         raise MissingFileError(f"{path} does not exist; expected a checkpoint")
     try:
+        _refuse_zip_bomb(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        what = next(iter(str(error).splitlines()), "no more is known")
         raise TrainingError(
-            f"{path} is no checkpoint that can be read safely ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"{path} is no checkpoint that can be read safely ({type(error).__name__}: {what}); "
             "save model.state_dict(), or a dict that holds it, with torch.save"
         ) from error
     if name is not None:
@@ -84,16 +96,41 @@ def _read(file: str | os.PathLike[str], name: str | None) -> dict[str, Any]:
         keys = [str(key) for key in content][:_SHOWN] if isinstance(content, Mapping) else []
         hint = f"; it has {', '.join(keys)}: name the right one by state_dict_name" if keys else ""
         raise TrainingError(f"{path} holds no state_dict{hint}")
+    wrong = [key for key, value in content.items() if not isinstance(key, str) or not _is_plain(value)]
+    if wrong:
+        raise TrainingError(f"{path} holds no state_dict: {wrong[0]!r} is no name of a tensor with values")
     return dict(content)
+
+
+def _refuse_zip_bomb(path: str) -> None:
+    """Refuse a file that becomes many times larger in memory: torch.save compresses nothing."""
+    with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        size = sum(entry.file_size for entry in archive.infolist())
+        if size > _MOST_GROWTH * os.path.getsize(path):  # noqa: PTH202  the path as the user gave it
+            raise ValueError(f"it would take {gibibytes(size)} of memory")
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is an ordinary tensor, or none at all, as the state that a module gives by code of its own."""
+    if not isinstance(value, Tensor):
+        return True
+    return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
 
 
 def _problems(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     missing = [key for key in own if key not in given]
     unknown = [key for key in given if key not in own and not is_observation(key)]
-    shapes = [
+    shared = [key for key in own if key in given and isinstance(own[key], Tensor)]
+    shapes = [f'"{key}" is no tensor' for key in shared if not isinstance(given[key], Tensor)]
+    shapes += [
         f'"{key}" has shape {list(given[key].shape)}, expected {list(own[key].shape)}'
-        for key in own
-        if key in given and isinstance(given[key], Tensor) and given[key].shape != own[key].shape
+        for key in shared
+        if isinstance(given[key], Tensor) and given[key].shape != own[key].shape
+    ]
+    shapes += [
+        f'"{key}" has the type {given[key].dtype}, expected {own[key].dtype}'
+        for key in shared
+        if isinstance(given[key], Tensor) and given[key].is_complex() and not own[key].is_complex()
     ]
     found = []
     if missing and all("quantizer." in key for key in missing) and not unknown:
@@ -162,7 +199,8 @@ def from_amct_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
 
 def _like(own: Tensor, value: Tensor) -> Tensor:
     """A value in the type of our entry, and in its shape where both hold one number."""
-    return value.reshape(own.shape).to(own.dtype) if value.numel() == own.numel() else value
+    fits = isinstance(value, Tensor) and value.numel() == own.numel() and value.is_complex() == own.is_complex()
+    return value.reshape(own.shape).to(own.dtype) if fits else value
 
 
 def _folded_norms(model: nn.Module) -> dict[str, str]:
@@ -179,9 +217,10 @@ def _with_begun_clips(model: nn.Module, own: Mapping[str, Any], state: dict[str,
     """AMCT counts on after ``batch_num`` batches; before that its clips are those of a single batch."""
     for name, layer in quantized_layers(model).items():
         key = f"{name}.input_quantizer"
-        if f"{key}.batches" not in state:
+        batches = state.get(f"{key}.batches")
+        if not isinstance(batches, Tensor) or batches.numel() != 1:  # missing, or refused later
             continue
-        if int(state[f"{key}.batches"]) < layer.activation.batch_num:
+        if int(batches) < layer.activation.batch_num:
             state.update({each: own[each] for each in own if each.startswith(f"{key}.")})
         else:
             state[f"{key}.batches"] = torch.full_like(own[f"{key}.batches"], layer.activation.batch_num)
