@@ -179,7 +179,8 @@ def two_of_four_mask(weight: Tensor, axis: int) -> Tensor:
     if channels <= KEPT:
         return torch.ones_like(weight)
     moved = weight.detach().abs().movedim(axis, -1)
-    groups = torch.nn.functional.pad(moved, (0, -channels % GROUP)).unflatten(-1, (-1, GROUP))
+    padded = torch.nn.functional.pad(moved, (0, -channels % GROUP))
+    groups = padded.reshape(*moved.shape[:-1], -1, GROUP)
     # Equal magnitudes: the earlier weight is kept. NaN counts as large, so that it is not hidden.
     order = torch.argsort(groups, dim=-1, descending=True, stable=True)[..., :KEPT]
     mask = torch.zeros_like(groups).scatter_(-1, order, 1.0)
