@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
@@ -231,3 +232,29 @@ def test_files_that_round_anew_start_from_the_trained_weights(tmp_path, target):
     expected = evaluate(model, images(3)).numpy()
     found = run_onnx(tmp_path / "net_qdq_model.onnx", images(3))
     assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
+
+
+class TiedWeights(nn.Module):
+    """A language model whose head has the weight of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.middle, self.head = nn.Embedding(20, 16), nn.Linear(16, 16), nn.Linear(16, 20)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(torch.relu(self.middle(self.embedding(x))))
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (9,)])  # the head is a MatMul, a Gemm
+def test_a_weight_that_an_embedding_shares(shape, tmp_path):
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 20, shape)
+    model = amct.prepare_qat(TiedWeights().eval(), [tokens])
+    with torch.no_grad():
+        model.embedding.weight.mul_(1.02)  # as training does: the weight is not on the grid of the head's scales
+    assert model.eval().head.weight is model.embedding.weight
+    model.save(tmp_path / "tied", ["qdq"], placement="exact", target="exact8")
+    session = onnxruntime.InferenceSession(tmp_path / "tied_qdq_model.onnx")
+    (written,) = session.run(None, {session.get_inputs()[0].name: tokens.numpy()})
+    np.testing.assert_allclose(model(tokens).detach().numpy(), written, atol=5e-4)  # biases are rounded

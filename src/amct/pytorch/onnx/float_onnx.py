@@ -96,7 +96,7 @@ def float_onnx(
     lowered = _lowered(traced.program, traced.names, stored, max(opset, _LOWEST_WRITTEN))
     kinds = {name: KIND_OF_TORCH_TYPE[facts.type] for name, facts in traced.layers.items()}
     calls = {name: facts.calls for name, facts in traced.layers.items()}
-    placed = place_layers(lowered.model, fused, kinds, calls)
+    placed = place_layers(lowered.model, fused, kinds, calls, _untied(traced.model, stored, kinds))
     model = with_separate_zeros(with_explicit_pool_padding(lower_opset(placed.model, opset)))
     _finish(model, opset)
     _fill(model, {**stored, **placed.parameters}, kept)
@@ -138,6 +138,23 @@ def _stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers by name; those of a functional layer begin with its name."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     return {layer_name(name): tensor for name, tensor in named}
+
+
+def _untied(model: nn.Module, stored: dict[str, torch.Tensor], layers: Collection[str]) -> frozenset[str]:
+    """The weights of layers that replaced one which other modules share (an embedding); ``stored`` gets that one."""
+    sharing: dict[int, list[str]] = {}
+    for name, tensor in _stored_tensors(model).items():
+        if name in stored:  # not that of a folded batch norm
+            sharing.setdefault(id(tensor), []).append(name)
+    found: set[str] = set()
+    for names in sharing.values():
+        others = [name for name in names if name.rpartition(".")[0] not in layers]
+        if others:
+            shared = stored[others[0]]
+            own = [name for name in names if stored[name] is not shared]
+            stored.update(dict.fromkeys(own, shared))
+            found.update(own)
+    return frozenset(found)
 
 
 def _finish(model: ModelProto, opset: int) -> None:
@@ -212,15 +229,21 @@ class Placed:
     changed: Collection[str]
 
 
-def place_layers(model: ModelProto, fused: Fused, kinds: Mapping[str, LayerKind], calls: Mapping[str, int]) -> Placed:
+def place_layers(
+    model: ModelProto,
+    fused: Fused,
+    kinds: Mapping[str, LayerKind],
+    calls: Mapping[str, int],
+    untied: Collection[str] = (),
+) -> Placed:
     """Name and complete the nodes of the layers, and remove the folded batch norms.
 
-    ``calls``: how often each layer is called.
+    ``calls``: how often each layer is called. ``untied``: weights of layers that others read with other values.
 
     Raises:
         ExportError: a layer has no node of its kind, or several.
     """
-    placing = _Placing(model)
+    placing = _Placing(model, untied)
     nodes = _nodes_by_module(placing.graph, {*kinds, *fused.fusions, *fused.fusions.values()})
     named: dict[str, list[str]] = {}
     unused = {layer for layer in fused.fusions if layer not in kinds and not nodes[layer]}  # no output depends on them
@@ -295,8 +318,9 @@ def _recurrent_parameters(module: nn.RNNBase) -> tuple[Tensor, Tensor, Tensor | 
 
 
 class _Placing:
-    def __init__(self, model: ModelProto) -> None:
+    def __init__(self, model: ModelProto, untied: Collection[str]) -> None:
         self.graph = OnnxGraph(model)
+        self.untied = untied
         self.parameters: dict[str, torch.Tensor] = {}
         self.replaced: dict[str, str] = {}
         self.changed: set[str] = set()
@@ -313,13 +337,19 @@ class _Placing:
             self._complete_product(node, nodes, layer, module)
         elif node.op_type in _WEIGHTED:
             for index, name in ((1, "weight"), (2, "bias")):
-                self._put(node, index, f"{layer}.{name}", getattr(module, name))
+                stored = f"{layer}.{name}"
+                self._put(node, index, f"{stored}.own" if stored in self.untied else stored, getattr(module, name))
 
     def _complete_product(self, node: NodeProto, nodes: Sequence[NodeProto], layer: str, module: nn.Module) -> None:
         """Complete a MatMul (a linear layer on more than two dimensions), which reads the weight transposed."""
         transpose = self.graph.producer(node.input[1])
         own = {id(self.graph.producer(each.input[1])) for each in nodes}
-        if transpose is not None and any(id(user) not in own for user in self.graph.consumers(transpose.input[0])):
+        is_tied = f"{layer}.weight" not in self.untied
+        if (
+            is_tied
+            and transpose is not None
+            and any(id(user) not in own for user in self.graph.consumers(transpose.input[0]))
+        ):
             return  # shared with an embedding: transposing at run time keeps one copy in the file
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
