@@ -42,9 +42,9 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """One build; a warning of mkdocs, such as a page that is not in the navigation, ends it."""
+    """One build; a warning of mkdocs ends it, also that a page is not in the navigation (which ``--quiet`` hides)."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", folder]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
