@@ -62,9 +62,11 @@ class ModelFiles(Protocol):
 
 
 def save_files(files: ModelFiles) -> list[Path]:
-    """Write all files of one save as one group: after a kill or an error, all are old or all are new.
+    """Write all files of one save as one group.
 
-    Each format is made, written and checked before the next one is made, so that one is in memory at a time.
+    After an error nothing has changed; after a kill all are old, all are new, or a notice marks them as mixed, and
+    readers refuse them. Each format is made, written and checked before the next one is made, so that one is in memory
+    at a time.
 
     Raises:
         ExportError: a model cannot be exported, or a written file cannot be used; nothing was saved.

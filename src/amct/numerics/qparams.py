@@ -53,12 +53,12 @@ class QParams:
 
     @property
     def step(self) -> float:
-        """The scale, if there is one."""
+        """The scale as a number; only where the whole tensor has one."""
         return float(self.scale)
 
     @property
     def zero_point(self) -> int:
-        """The offset, if there is one."""
+        """The offset as a number; only where the whole tensor has one."""
         return int(self.offset)
 
     @property

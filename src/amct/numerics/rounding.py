@@ -77,7 +77,7 @@ def round_cancelling_errors(weight: Tensor, scale: Tensor, bits: int, *, bounded
         scale: ``[1]`` or ``[Cout]``.
         bits: 2..8.
         bounded_pairs: The sums of neighbours along the reduction fit kernels that add them in 16 bits
-            (``paired_weights.py``).
+            (see ``paired`` below).
     """
     lowest, highest = (-LARGEST, LARGEST) if bounded_pairs else integer_range(bits)
     per_row = scale.double().reshape(-1, *[1] * (weight.ndim - 1)).expand(weight.shape[0], *[1] * (weight.ndim - 1))

@@ -1,8 +1,9 @@
 """The settings of every algorithm: one frozen class each, with default and legal range of every field.
 
 An algorithm takes them as they are, and config files are checked against their annotations (``amct.config.checks``):
-each default and each range stands here alone. This file imports no torch: configs are read without it. The legal bit
-widths depend on the layer type: see ``amct.config.layers``. PyTorch gives a bit width of retraining by ``dst_type``
+each default and each range stands here; the ``.proto`` files repeat AMCT's defaults, and a test compares them. This
+file imports no torch: configs are read without it. The legal bit widths depend on the layer type: see
+``amct.config.layers``. PyTorch gives a bit width of retraining by ``dst_type``
 (INT4, INT8, INT16), Caffe by ``num_bits``; every class has ``num_bits``.
 """
 

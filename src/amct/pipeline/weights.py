@@ -255,7 +255,9 @@ def quantize_weights(
     balance: Tensor | None = None,
     can_pack: bool = True,
 ) -> QuantizedWeights:
-    """Quantize the weights of one layer with scales from their largest absolute values (ARQ).
+    """Find the scales of one layer's weights from their largest absolute values (ARQ).
+
+    Integers are computed when somebody asks for them: the simulation, or the exporter of a file.
 
     Raises:
         ArgumentTypeError: The weights are neither float32 nor float16.

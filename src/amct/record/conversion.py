@@ -1,4 +1,4 @@
-"""Between the entries of a record and quantization parameters: the only place that knows both."""
+"""Between the entries of a record, in both dialects, and quantization parameters."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class NetGraph:
 
 
 class GraphBuilder:
-    """Builds a Graph layer by layer; changes the net message it is given."""
+    """Builds a NetGraph layer by layer; changes the net message it is given."""
 
     def __init__(self, net: ProtoMessage, *, allow_python: bool = False) -> None:
         self.net = net

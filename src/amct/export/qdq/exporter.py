@@ -114,7 +114,7 @@ def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the opt
         layers=tuple(reports),
         skipped=(*skipped, *placed.skipped),
         notes=tuple(nodes.notes),
-        tensors=(*placed.float_tensors, *placed.integer_tensors),
+        tensors=(*placed.quantized_for_readers, *placed.integer_tensors),
         rescaled=rescaled,
         kept=kept,
     )
@@ -226,7 +226,7 @@ def plan_tensors(
     layers = [*quantized, *(layer for layer in layers if not has_integer_kernel(layer))]
     planner = FastPlanner(graph, layers, inputs, lambda tensor: Source(tensor=tensor), imprecise_sums(graph))
     placed = planner.run()
-    sources = (*placed.float_tensors.values(), *placed.integer_tensors.values())
+    sources = (*placed.quantized_for_readers.values(), *placed.integer_tensors.values())
     shared = {
         tensor: source.layer
         for tensor, source in placed.integer_tensors.items()
@@ -296,14 +296,14 @@ def _apply(nodes: QdqNodes, placed: FastPlacement) -> dict[str, list[str]]:
     inserted: dict[str, list[str]] = {}
     sources = {tensor: pad.input[0] for tensor, pad in placed.pads.items()}
     order = [
-        *placed.float_tensors,
+        *placed.quantized_for_readers,
         *(tensor for tensor in placed.integer_tensors if tensor not in placed.pads),
         *placed.pads,
     ]
     for tensor in order:
         before = len(graph.nodes)
-        if tensor in placed.float_tensors:
-            integers[tensor], result = nodes.activation(tensor, placed.float_tensors[tensor].known)
+        if tensor in placed.quantized_for_readers:
+            integers[tensor], result = nodes.activation(tensor, placed.quantized_for_readers[tensor].known)
             _redirect(graph, placed.readers[tensor], tensor, result)
         elif tensor in placed.pads:
             source = integers[sources[tensor]]

@@ -4,7 +4,7 @@
 target      weights          for
 ==========  ===============  ===========================================================================================
 portable    int8, 8 bits,    every CPU: without VNNI, onnxruntime adds pairs of uint8 · int8 products in 16 bits, so the
-            pairs bounded    float weights are rounded with a bound on such pairs (``paired_weights.py``); at worst, two
+            pairs bounded    float weights are rounded with a bound on such pairs (``rounding.py``); at worst, two
                              of the largest weights in one pair, that is 7 bits. Depthwise convolutions add no pairs,
                              ready integers that fit are kept
 vnni        int8, 8 bits     CPUs with VNNI (and ARM): the record's own integers; where it has one scale for all outputs

@@ -1,10 +1,10 @@
 """Placement ``fast``: which tensors between layers are also quantized, so that onnxruntime uses integer kernels.
 
 onnxruntime computes a convolution in integers only if its input, weight, bias *and output* are quantized, an Add or a
-Concat only if all inputs and the output are. So a tensor gets factors, in this order, from
+Concat only if all inputs and the output are. So a tensor gets parameters, in this order, from
 
 1. the layers that read it (the record), also through operators that move values or multiply them by a constant;
-2. the factors observed for it during calibration;
+2. the parameters observed for it during calibration;
 3. the tensor whose values it holds (Slice, Gather, pooling, …).
 
 An activation (Relu, Clip) is absorbed: the quantizer comes after it, and the limits of its integers replace it.
@@ -112,7 +112,7 @@ class FastPlacement:
 
     integer_tensors: dict[str, Source] = field(default_factory=dict)
     """Tensors that exist only as integers: every reader reads them dequantized."""
-    float_tensors: dict[str, Source] = field(default_factory=dict)
+    quantized_for_readers: dict[str, Source] = field(default_factory=dict)
     """Tensors computed in float; those in ``readers`` read them quantized."""
     readers: dict[str, list[NodeProto]] = field(default_factory=dict)
     constants: list[tuple[NodeProto, int]] = field(default_factory=list)
@@ -125,14 +125,14 @@ class FastPlacement:
 
     def source(self, tensor: str) -> Source | None:
         """Where the parameters of a quantized tensor come from; None if it is not quantized."""
-        return self.integer_tensors.get(tensor) or self.float_tensors.get(tensor)
+        return self.integer_tensors.get(tensor) or self.quantized_for_readers.get(tensor)
 
     def uncover(self, tensor: str, layer: Layer) -> None:
         """Give a layer its own quantizer instead of the shared one of a float ``tensor``."""
         self.covered_layers.discard(layer.name)
         self.readers[tensor] = [node for node in self.readers[tensor] if node is not layer.reader]
         if not self.readers[tensor]:
-            del self.readers[tensor], self.float_tensors[tensor]
+            del self.readers[tensor], self.quantized_for_readers[tensor]
 
 
 class FastPlanner:
@@ -143,7 +143,7 @@ class FastPlanner:
         inputs: How each layer reads its input.
         layers: The layers.
         observed: Returns the source of a tensor that is observed.
-        float_tensors: Tensors that are read quantized by layers only, with the reasons.
+        left_float: Tensors that are read quantized by layers only, with the reasons.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class FastPlanner:
         layers: Sequence[Layer],
         inputs: Mapping[str, LayerInput],
         observed: Callable[[str], Source | None],
-        float_tensors: Mapping[str, str],
+        left_float: Mapping[str, str],
     ) -> None:
         self.graph = graph
         self._observed = observed
@@ -161,10 +161,10 @@ class FastPlanner:
         self._bias_nodes = {id(layer.bias_node) for layer in layers if layer.bias_node is not None}
         self._required: dict[str, Source] = {}
         self._excluded: set[str] = set()
-        self._float = float_tensors
+        self._float = left_float
         self._sources: dict[str, Source | None] = {}
         self._before_integers = self._tensors_before_integers()
-        self.plan = FastPlacement()
+        self.placed = FastPlacement()
         for layer in layers:
             tensor, own = layer.reader.input[0], inputs[layer.name]
             if own.bits != 8:
@@ -194,7 +194,7 @@ class FastPlanner:
             elif node.op_type in VALUE_PICKING:
                 self._place_value_move(node)
         self._choose_pads()
-        return self.plan
+        return self.placed
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -203,12 +203,12 @@ class FastPlanner:
         own = self._inputs[layer.name]
         if own.is_plain and self._required[tensor].is_like(own.source) and tensor not in self._excluded:
             self._quantize_for(tensor, layer.reader)
-            self.plan.covered_layers.add(layer.name)
+            self.placed.covered_layers.add(layer.name)
         if own.bits != 8:
             return
         if layer.kind is LayerKind.CONV:
             self._require_output(layer.node, f'onnxruntime computes convolution "{layer.name}" in float')
-        elif layer.kind is LayerKind.AVERAGE_POOL and layer.name in self.plan.covered_layers:
+        elif layer.kind is LayerKind.AVERAGE_POOL and layer.name in self.placed.covered_layers:
             if layer.pad is not None:
                 self._quantize_moved(layer.pad)
                 self._quantize_for(layer.node.input[0], layer.node)
@@ -226,7 +226,7 @@ class FastPlanner:
             return
         for name in data:
             self._quantize_for(name, node)
-        self.plan.constants.extend(
+        self.placed.constants.extend(
             (node, index) for index, name in enumerate(node.input) if name and self.graph.is_constant(name)
         )
         self._require_output(node, "")
@@ -254,12 +254,12 @@ class FastPlanner:
 
     def _quantize_for(self, tensor: str, reader: NodeProto) -> None:
         """Quantize a tensor for one reader."""
-        if tensor in self.plan.integer_tensors:
+        if tensor in self.placed.integer_tensors:
             return
         source = self._source(tensor)
         assert source is not None  # checked by the caller
-        self.plan.float_tensors[tensor] = source
-        readers = self.plan.readers.setdefault(tensor, [])
+        self.placed.quantized_for_readers[tensor] = source
+        readers = self.placed.readers.setdefault(tensor, [])
         if not any(other is reader for other in readers):
             readers.append(reader)
 
@@ -278,21 +278,21 @@ class FastPlanner:
             self._keep_integer(output, source)
 
     def _skip(self, tensor: str, consequence: str) -> None:
-        if any(skip.layer == tensor for skip in self.plan.skipped):
+        if any(skip.layer == tensor for skip in self.placed.skipped):
             return
         reason = self._float.get(tensor, "no factors were observed for this tensor")
         if tensor in self._excluded:
             reason = "it feeds a layer of another bit width"
-        self.plan.skipped.append(Skip(tensor, f"{reason}; {consequence}"))
+        self.placed.skipped.append(Skip(tensor, f"{reason}; {consequence}"))
 
     def _keep_integer(self, tensor: str, source: Source) -> None:
         self._sources[tensor] = source
-        self.plan.integer_tensors[tensor] = source
-        self.plan.float_tensors.pop(tensor, None)
-        self.plan.readers.pop(tensor, None)
+        self.placed.integer_tensors[tensor] = source
+        self.placed.quantized_for_readers.pop(tensor, None)
+        self.placed.readers.pop(tensor, None)
 
     def _is_integer(self, tensor: str) -> bool:
-        return tensor in self.plan.integer_tensors
+        return tensor in self.placed.integer_tensors
 
     def _behind_activation(self, node: NodeProto) -> str:
         """The tensor to quantize for a node: its output, or that of an activation that is its only reader."""
@@ -395,12 +395,12 @@ class FastPlanner:
         return found
 
     def _choose_pads(self) -> None:
-        plan = self.plan
+        placed = self.placed
         for node in self.graph.nodes:
-            if node.op_type != "Pad" or node.output[0] not in plan.integer_tensors:
+            if node.op_type != "Pad" or node.output[0] not in placed.integer_tensors:
                 continue
-            if plan.integer_tensors[node.output[0]].is_like(plan.source(node.input[0])):
-                plan.pads[node.output[0]] = node
+            if placed.integer_tensors[node.output[0]].is_like(placed.source(node.input[0])):
+                placed.pads[node.output[0]] = node
 
 
 def _moved(node: NodeProto) -> list[str]:

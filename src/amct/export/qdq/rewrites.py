@@ -184,7 +184,7 @@ def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapp
     for layer in layers:
         tensor = layer.reader.input[0]
         found = tensors.get(tensor)
-        if found is None or tensor not in placed.float_tensors or not _can_be_balanced(layer, found):
+        if found is None or tensor not in placed.quantized_for_readers or not _can_be_balanced(layer, found):
             balanced.append(layer)
             continue
         placed.uncover(tensor, layer)
