@@ -408,7 +408,15 @@ def test_a_modified_file_whose_large_tensors_are_lost(calibrated):
     refuses(OSError, r"\"c.weight\" is kept in \"large.bin\", which does not exist", calibrated.save)
 
 
-def test_an_operation_that_onnx_lacks(tmp_path):
+def test_an_operation_that_onnx_lacks(tmp_path, monkeypatch):
+    export, with_gradients = torch.onnx.export, []
+
+    def watched(*args, **kwargs):
+        with_gradients.append(torch.is_grad_enabled())
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.onnx, "export", watched)
+
     class Lacking(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -419,6 +427,8 @@ def test_an_operation_that_onnx_lacks(tmp_path):
 
     flow = Flow(tmp_path, Lacking().eval(), torch.ones(2, 3)).configure()
     refuses(RuntimeError, "torch.onnx cannot export the model", flow.quantize)
+    assert with_gradients
+    assert not any(with_gradients)  # they forbid some views ("Cannot view a tensor")
 
 
 def test_strange_characters_in_the_save_path_are_fine(calibrated):

@@ -198,7 +198,7 @@ def _refuse_complex(stored: Mapping[str, torch.Tensor]) -> None:
 
 def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  torch.onnx.ONNXProgram, an optional import
     try:
-        with quiet_exporters():
+        with quiet_exporters(), torch.no_grad():  # as the program was captured: gradients forbid some of its views
             return torch.onnx.export(
                 program,
                 (),
