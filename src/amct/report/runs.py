@@ -108,7 +108,10 @@ def compare_runs(paths: Sequence[Path]) -> Runs:
         raise ArgumentError(f"expected two or more quant.json files to compare, got {len(paths)}")
     documents = [read_quant_json(path) for path in paths]
     names = _short_names(paths)
-    common = set.intersection(*(set(document.layers) for document in documents))
+    # a model that was only pruned has all its layers among the skipped ones
+    common = set.intersection(
+        *({*document.layers, *(skip.layer for skip in document.skipped)} for document in documents)
+    )
     if not common:
         raise ArgumentError(f"{paths[0]} and {paths[1]} have no layer in common: are they of the same model?")
     layers = list(dict.fromkeys(name for document in documents for name in document.layers))

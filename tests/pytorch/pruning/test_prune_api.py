@@ -14,6 +14,8 @@ from torch.nn import functional
 
 import amct.pytorch
 from amct.errors import ArgumentError, ConfigError, ExportError, ModelError, RecordError
+from amct.model.quant_json import read_quant_json
+from amct.report.runs import compare_runs
 
 
 @pytest.fixture
@@ -343,3 +345,16 @@ def test_a_config_with_both_kinds_of_pruning(net, tmp_path):
         amct.pytorch.prune(model, batches[0], config=tmp_path / "both.cfg")
     result = amct.pytorch.prune(model, batches[0], config=tmp_path / "both.cfg", reach="amct")
     assert any(chain.selective is not None for chain in result.record.prune)
+
+
+def test_quant_json_of_pruned_models_is_read_again(net, tmp_path):
+    model, batches = net
+    for name in ("one", "other", "other"):  # the third one replaces the second
+        amct.pytorch.prune(model, batches[0]).save(tmp_path / name)
+    documents = [tmp_path / "one_quant.json", tmp_path / "other_quant.json"]
+    assert set(read_quant_json(documents[1]).files) == {
+        "other_deploy_model.onnx",
+        "other_state.pth",
+        "other_record.txt",
+    }
+    assert compare_runs(documents).names == ("one", "other")
