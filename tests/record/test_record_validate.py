@@ -120,6 +120,12 @@ MISTAKES = [
     Mistake("conv1", conv(offset_d=128), r"offset_d must lie in \[-128, 127\] for 8 bits, got 128", OUTSIDE),
     Mistake("conv1", conv(offset_d=-129), r"offset_d must lie in \[-128, 127\] for 8 bits, got -129", OUTSIDE),
     Mistake("conv1", conv(offset_d=40000, act_type="INT16"), r"\[-32768, 32767\] for 16 bits, got 40000", OUTSIDE),
+    Mistake(
+        "conv1",
+        conv(offset_d=-128, dst_type="INT4", act_type=None, wts_type=None),
+        r"offset_d must lie in \[-8, 7\] for 4 bits, got -128, as in the INT4 sample that AMCT's documents print",
+        OUTSIDE,
+    ),
     Mistake("conv1", conv(offset_d=8, act_type="INT4"), r"offset_d must lie in \[-8, 7\] for 4 bits, got 8", OUTSIDE),
     Mistake("rnn", replace(RNN, offset_h=300), "offset_h must lie in .* got 300", OUTSIDE),
     Mistake("conv1", conv(offset_w=(0, 0, 1, 0)), "offset_w must be 0, got 1: weights are quantized without", OUTSIDE),

@@ -215,7 +215,10 @@ def _check_offset(findings: _Findings, layer: str, name: str, offset: int, bits:
     """Check that a data offset lies in the integer range."""
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     if not low <= offset <= high:
-        findings.out_of_range(layer, f"{name} must lie in [{low}, {high}] for {bits} bits, got {offset}", name)
+        message = f"{name} must lie in [{low}, {high}] for {bits} bits, got {offset}"
+        if (bits, offset) == (4, -128):
+            message += ", as in the INT4 sample that AMCT's documents print; -128 is an offset of 8 bits"
+        findings.out_of_range(layer, message, name)
 
 
 def _one_of(numbers: Sequence[int]) -> str:

@@ -117,6 +117,7 @@ ELEMENTWISE = {
     "clamp_min": lambda x: x.clamp_min(-0.5),
     "hardtanh": lambda x: functional.hardtanh(x, -0.5, 1.5),
     "leaky": lambda x: functional.leaky_relu(x, 0.2),
+    "rrelu": lambda x: functional.rrelu(x, 0.1, 0.4),
     "elu": lambda x: functional.elu(x, 0.7),
     "celu": lambda x: functional.celu(x, 0.7),
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -151,6 +152,11 @@ def test_elementwise(name):
 def test_gelu_is_one_node_from_opset_20_on(opset, approximate):
     model = check(lambda x: functional.gelu(x, approximate=approximate), values(3, 4), opset=opset)
     assert ("Gelu" in [node.op_type for node in model.graph.node]) == (opset >= 20)
+
+
+def test_rrelu_is_a_leaky_relu_with_the_mean_slope():
+    [node] = check(nn.RReLU(0.1, 0.5), values(3, 4)).graph.node
+    assert (node.op_type, node.attribute[0].f) == ("LeakyRelu", pytest.approx(0.3))
 
 
 def test_gelu_of_several_nodes_is_one_kernel_in_onnxruntime(tmp_path):

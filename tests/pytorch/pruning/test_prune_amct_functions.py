@@ -209,6 +209,47 @@ def test_combined_config_prunes_and_quantizes(flow):
     assert [len(record[name].scale_w) for name in record] == [11, 22, 32, 32]
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", r"names no pruned layer, but the model has some \(see"),
+        (SEED_SAMPLE, "is of another network or config"),
+    ],
+)
+@pytest.mark.parametrize("quantization", ["", "retrain_data_quant_config { ulq_quantize { } }"])
+def test_saving_with_another_record_is_a_clear_error(flow, content, message, quantization):
+    Path(flow.config).write_text(filters(0.3, more=quantization))
+    created = amct_pytorch.create_compressed_retrain_model(flow.model, flow.batches[0], flow.config, flow.record)
+    Path(flow.record).write_text(content)
+    with pytest.raises(RuntimeError, match=message):
+        amct_pytorch.save_compressed_retrain_model(created, flow.record, str(flow.folder / "net"), flow.batches[0])
+    assert not list(flow.folder.glob("net*"))
+
+
+@pytest.mark.parametrize("config", [filters(0.3), MIXED])
+def test_a_record_serves_a_second_save(flow, config):
+    trained = flow.trained(config)
+    for _ in range(2):
+        amct_pytorch.save_compressed_retrain_model(trained, flow.record, str(flow.folder / "net"), flow.batches[0])
+    restored = flow.restore()
+    amct_pytorch.save_compressed_retrain_model(restored, flow.record, str(flow.folder / "net"), flow.batches[0])
+
+
+def test_saving_an_unpruned_model_warns(flow, caplog):
+    amct_pytorch.save_prune_retrain_model(flow.model, str(flow.folder / "net"), flow.batches[0])
+    assert "restore_prune_retrain_model did not prune it" in caplog.text
+    caplog.clear()
+    amct_pytorch.save_prune_retrain_model(flow.trained(filters(0.3)), str(flow.folder / "net"), flow.batches[0])
+    assert "did not prune it" not in caplog.text
+
+
+def test_saving_a_combined_model_as_pruned_names_the_right_function(flow):
+    Path(flow.config).write_text(filters(0.3, more="retrain_data_quant_config { ulq_quantize { } }"))
+    created = amct_pytorch.create_compressed_retrain_model(flow.model, flow.batches[0], flow.config, flow.record)
+    with pytest.raises(RuntimeError, match="with save_compressed_retrain_model"):
+        amct_pytorch.save_prune_retrain_model(created, str(flow.folder / "net"), flow.batches[0])
+
+
 def test_golden_record_restores_to_the_same_channels(flow):
     flow.trained(filters(0.3))
     restored = flow.restore(record_file=str(GOLDEN / "prune_03_plain" / "record.txt"))

@@ -22,6 +22,7 @@ from amct import atomic
 from amct.arguments import output_file
 from amct.atomic import read_bytes
 from amct.config.prune.dialect import COMPRESSION, PRUNING, CompressionDialect
+from amct.errors import RecordError, TrainingError
 from amct.export.request import SavePath
 from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
@@ -39,6 +40,7 @@ from amct.record import Record, read_record, write_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from torch import nn
 
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
+
+_PRUNED = "amct_pruned_channels"
+"""The attribute of a created or restored model that tells what was pruned, to know its record again."""
 
 
 def create_prune_retrain_model(
@@ -127,7 +132,17 @@ def save_prune_retrain_model(
     where = SavePath.parse(save_path)
     atomic.check_writable(where.folder)
     io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
-    save_float(unwrap(model), where, input_data, io)
+    trained = unwrap(model)
+    if isinstance(trained, QatModel):
+        raise TrainingError(
+            "model: it has trained quantizers; a model with pruning and quantization is saved with "
+            "save_compressed_retrain_model"
+        )
+    if not getattr(trained, _PRUNED, ()):
+        logger.warning(
+            "model: create_prune_retrain_model or restore_prune_retrain_model did not prune it; it is saved as is"
+        )
+    save_float(trained, where, input_data, io)
 
 
 def create_compressed_retrain_model(
@@ -203,7 +218,9 @@ def save_compressed_retrain_model(
     atomic.check_writable(where.folder)
     io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
     trained = unwrap(model)
-    chains = [chain for chain in read_record(record_file).prune if chain.selective is None]
+    record = read_record(record_file)
+    _check_record(record, trained, path)
+    chains = [chain for chain in record.prune if chain.selective is None]
     prune = (*chains, *mask_records(trained))
     if isinstance(trained, QatModel):
         inputs = example_inputs(trained, input_data)
@@ -229,7 +246,9 @@ def _created(
     for skip in compressed.skips:
         logger.info("not pruned: %s", skip)
     trainable = _quantized(compressed.model, input_data, plan)
-    write_record(Record(prune=compressed.records), path)
+    record = Record(prune=compressed.records)
+    write_record(record, path)
+    setattr(trainable, _PRUNED, _pruned_channels(record))
     return trainable.train()
 
 
@@ -247,7 +266,33 @@ def _restored(
     restored = restore_plan(traced, plan.prune, record.prune, os.fspath(files["record_file"]))
     trainable = _quantized(restored, input_data, plan)
     load_state(trainable, files["pth_file"], state_dict_name)
+    setattr(trainable, _PRUNED, _pruned_channels(record))
     return trainable.train()
+
+
+def _pruned_channels(record: Record) -> frozenset[tuple[str, tuple[int, ...]]]:
+    """The layers of the record with their removed channels; those with 2:4 sparsity have none."""
+    return frozenset((node.name, tuple(node.prune_index)) for chain in record.prune for node in chain.nodes)
+
+
+def _check_record(record: Record, model: nn.Module, path: Path) -> None:
+    """Raise unless the record is the one that the model was created with.
+
+    Raises:
+        RecordError: It is empty, or of another network or config.
+    """
+    given = _pruned_channels(record)
+    own = getattr(model, _PRUNED, given)
+    if given == own:
+        return
+    what = "is of another network or config"
+    if not given:
+        what = "names no pruned layer, but the model has some"
+    layers = sorted({f'"{name}"' for name, _ in given ^ own})
+    shown = ", ".join(layers[:5]) + (" and others" if len(layers) > 5 else "")
+    raise RecordError(
+        f"the record {path} {what} (see {shown}); give the record with which the model was created or restored"
+    )
 
 
 def _quantized(model: nn.Module, input_data: object, plan: CompressionPlan) -> nn.Module:

@@ -316,6 +316,14 @@ def leaky_relu(to: Writer, x: Value, negative_slope: Number = 0.01) -> Value:
     return to.unary("LeakyRelu", x, alpha=float(negative_slope))
 
 
+@rule("rrelu")
+def rrelu(to: Writer, x: Value, lower: Number = 1 / 8, upper: Number = 1 / 3, training: bool = False) -> Value:
+    """In eval mode the slope below 0 is the mean of the bounds, as torch rounds it."""
+    if training:
+        raise NotLoweredError("rrelu in training mode")
+    return leaky_relu(to, x, (lower + upper) / 2)
+
+
 @rule("elu")
 def elu(to: Writer, x: Value, alpha: Number = 1) -> Value:
     """``x`` above 0, ``alpha · (exp(x) - 1)`` below."""
