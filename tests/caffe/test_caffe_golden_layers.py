@@ -139,6 +139,20 @@ def test_power_in_place_gives_the_derivative():
     close(net.blobs["x"].diff, slope * data["topdiff:x"])
 
 
+def test_the_gradient_of_bnll_at_zero_is_a_half(tmp_path):
+    path = tmp_path / "bnll.prototxt"
+    path.write_text(
+        'force_backward: true layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 5 } } }'
+        'layer { name: "y" type: "BNLL" bottom: "x" top: "y" }'
+    )
+    net = caffe.Net(str(path), caffe.TEST)
+    x = np.float32([-3, -0.0, 0, 2, 60])
+    close(net.forward(x=x)["y"], np.logaddexp(0, x))
+    net.blobs["y"].diff[...] = 1
+    net.backward()
+    close(net.blobs["x"].diff, 1 / (1 + np.exp(-x)))
+
+
 def test_all_cases_are_there():
     assert len(LAYER_CASES) == 194
     assert len(NET_CASES) == 7

@@ -10,6 +10,7 @@ from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.blob import Blob
 from amct.caffe.engine.layers import weighted
 from amct.caffe.engine.net import Net
+from amct.caffe.prototxt import uninplace_model
 from amct.errors import ArgumentError, ModelError
 
 # BatchNorm and Scale folded in float64 then rounded once to float32: a few ulps of the largest value.
@@ -249,6 +250,51 @@ def test_in_place_behind_flatten_changes_both_as_in_caffe(write):
     net = randomize(caffe.Net(write(BRANCHES), caffe.TEST))
     net.forward(data=np.random.RandomState(1).randn(2, 8, 40, 40))
     np.testing.assert_array_equal(net.blobs["g"].data.reshape(2, -1), net.blobs["h"].data)
+
+
+SIGMOID, READER = (
+    """
+layer { name: "n" type: "Sigmoid" bottom: "a" top: "a" }""",
+    """
+layer { name: "p" type: "Power" bottom: "%s" top: "p" power_param { scale: 10 } }""",
+)
+SHARING = {
+    "Reshape": 'layer { name: "s" type: "Reshape" bottom: "x" top: "a" reshape_param { shape { dim: 2 dim: 2 } } }',
+    "Flatten": 'layer { name: "s" type: "Flatten" bottom: "x" top: "a" }',
+    "Split": 'layer { name: "s" type: "Split" bottom: "x" top: "a" top: "b" }',
+    "Concat": 'layer { name: "s" type: "Concat" bottom: "x" top: "a" }',
+    "Slice": 'layer { name: "s" type: "Slice" bottom: "x" top: "a" }',
+}
+FOUR = 'layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 1 dim: 4 } } }\n'
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_reading_what_a_layer_in_place_changed_through_shared_memory_is_refused(kind, write, tmp_path):
+    path = write(FOUR + SHARING[kind] + SIGMOID + READER % ("b" if kind == "Split" else "x"))
+    with pytest.raises(
+        ModelError, match=r'layer "p" reads .* after layer "n" has worked in place on "a".*uninplace_model'
+    ):
+        caffe.Net(path, caffe.TEST)
+    uninplace_model(path, str(tmp_path / "own.prototxt"))
+    values = caffe.Net(str(tmp_path / "own.prototxt"), caffe.TEST).forward(x=np.float32([[1, 2, 3, 4]]))
+    np.testing.assert_array_equal(values["p"].reshape(-1), [10, 20, 30, 40])
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_all_blobs_in_shared_memory_show_what_a_layer_in_place_wrote(kind, write):
+    net = caffe.Net(write(FOUR + SHARING[kind] + SIGMOID + READER % "a"), caffe.TEST)
+    net.forward(x=np.float32([[1, 2, 3, 4]]))
+    for name in {"x", "a", "b"} & set(net.blobs):
+        np.testing.assert_array_equal(net.blobs[name].data.reshape(-1), net.blobs["a"].data.reshape(-1))
+
+
+def test_dropout_in_place_on_shared_memory_does_nothing_in_tests(write):
+    dropout = '\nlayer { name: "n" type: "Dropout" bottom: "a" top: "a" }'
+    path = write(FOUR + SHARING["Flatten"] + dropout + READER % "x")
+    values = caffe.Net(path, caffe.TEST).forward(x=np.float32([[1, 2, 3, 4]]))
+    np.testing.assert_array_equal(values["p"].reshape(-1), [10, 20, 30, 40])
+    with pytest.raises(ModelError, match="uninplace_model"):
+        caffe.Net(path, caffe.TRAIN)
 
 
 def test_without_the_packed_kernels_everything_still_agrees(write, monkeypatch):

@@ -105,6 +105,7 @@ class GraphBuilder:
         for layer in by_name.values():
             layer.connect(by_name)
         decide_backward(self.graph)
+        _refuse_overwritten(self.graph)
         self.graph.outputs = [index for _, index in sorted(self.available.items())]
         return self.graph
 
@@ -252,6 +253,46 @@ class GraphBuilder:
             owner.lr_mult = _agreed("lr_mult", owner.lr_mult, lr_mult, spec.name)
             owner.decay_mult = _agreed("decay_mult", owner.decay_mult, decay_mult, spec.name)
         self.graph.owner_of[node.index, index] = owner
+
+
+def shared_memory(graph: NetGraph) -> list[set[int]]:
+    """For each blob, the blobs that in Caffe lie in the same memory (tops of Reshape, Split, ...), and itself."""
+    groups = [{index} for index in range(len(graph.blobs))]
+    for node in graph.nodes:
+        if node.layer.shares_memory and node.bottoms:
+            group = groups[node.bottoms[0]]
+            for top in node.tops:
+                group.add(top)
+                groups[top] = group
+    return groups
+
+
+def _refuse_overwritten(graph: NetGraph) -> None:
+    """Refuse a reader of a blob after a layer worked in place on another blob that shares its memory.
+
+    In Caffe it reads the changed values. A file that has the layer's result in a blob of its own says what is meant.
+
+    Raises:
+        ModelError: There is such a reader.
+    """
+    groups = shared_memory(graph)
+    written: set[int] = set()
+    changed: dict[int, tuple[LayerNode, int]] = {}
+    for node in graph.nodes:
+        for bottom in node.bottoms:
+            if bottom in changed:
+                by, blob = changed[bottom]
+                names = graph.blob_names
+                raise ModelError(
+                    f'layer "{node.layer.name}" reads "{names[bottom]}" after layer "{by.layer.name}" has worked in '
+                    f'place on "{names[blob]}", which in Caffe lies in the same memory, so that it would read the '
+                    f'result of "{by.layer.name}". Give "{by.layer.name}" a top of its own, or write a file without '
+                    "layers in place: amct_caffe.uninplace_model(model_file, uninplaced_model_file)"
+                )
+        for top in node.tops[:1]:
+            if top in node.bottoms and node.layer.changes_values:
+                changed.update(dict.fromkeys((groups[top] & written) - {top}, (node, top)))
+        written.update(node.tops)
 
 
 def _check_count(layer: Layer, given: int, allowed: tuple[int, int | None], rule: str) -> None:

@@ -113,6 +113,8 @@ class Layer:
     allows_in_place: ClassVar[bool] = True
     returns_views: ClassVar[bool] = False
     shares_memory: bool = False
+    changes_values: bool = True
+    """False for a layer that does nothing in this phase (Dropout in tests)."""
     default_loss_weight: ClassVar[float] = 0.0
     makes_missing_tops: ClassVar[bool] = False
     """Whether the prototxt may omit the top (losses); the net then adds one."""

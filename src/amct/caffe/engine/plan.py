@@ -22,6 +22,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, TypeAlias
 
 from amct.caffe.engine.blob import BYTES_PER_VALUE
+from amct.caffe.engine.graph import shared_memory
 from amct.caffe.engine.layer import FoldedParameters
 from amct.memory import LiveTensors, gibibytes, machine_bytes, number_from_environment
 from amct.numerics.fold import ChannelAffine, scaled_outputs
@@ -246,18 +247,15 @@ def _allow_overwriting(graph: NetGraph, steps: list[Step], kept: Collection[int]
 
 
 def _find_mirrors(graph: NetGraph, steps: list[Step]) -> None:
-    """Where a layer shares its bottom's memory (Reshape), a later in-place layer changes both blobs, as in Caffe."""
-    source: dict[int, int] = {}
-    for node in graph.nodes:
-        if node.layer.shares_memory and node.bottoms and node.bottoms[0] not in node.tops:  # not in place
-            source.update(dict.fromkeys(node.tops, node.bottoms[0]))
+    """A layer in place changes all blobs that in Caffe lie in the same memory (Reshape's bottom), as it does there."""
+    groups = shared_memory(graph)
+    writer = {top: node.index for node in reversed(graph.nodes) for top in node.tops}
     for step in steps:
         changed = _tops(step)
         if len(changed) != 1 or step.node.bottoms[:1] != changed:
             continue
-        index = changed[0]
-        while (index := source.get(index, -1)) >= 0:
-            step.mirrors.append(graph.blobs[index])
+        others = sorted(groups[changed[0]] - {changed[0]})
+        step.mirrors = [graph.blobs[index] for index in others if writer.get(index, -1) < step.node.index]
 
 
 def _tops(step: Step) -> list[int]:

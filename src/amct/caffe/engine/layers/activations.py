@@ -101,7 +101,8 @@ class BNLL(Elementwise):
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
         """max(x, 0) + log(1 + exp(-|x|)), which does not overflow; the gradient is sigmoid(x) (Caffe clips x at 50)."""
-        return bottom.clamp(min=0) + torch.log1p(torch.exp(-bottom.abs()))
+        positive = torch.maximum(bottom, bottom.new_zeros(()))  # unlike clamp, its gradient at 0 is 0.5
+        return positive + torch.log1p(torch.exp(-bottom.abs()))
 
 
 @register("Swish")
@@ -163,6 +164,7 @@ class Dropout(Elementwise):
         self.ratio: float = self.parameter.dropout_param.dropout_ratio
         self.scale_train: bool = self.parameter.dropout_param.scale_train
         self.drops: bool = self.is_training or getattr(self.parameter.dropout_param, "sample_weights_test", False)
+        self.changes_values = self.drops or not self.scale_train
         if not 0.0 < self.ratio < 1.0:
             raise self.error(f"dropout_ratio must lie between 0 and 1, got {self.ratio}")
 
