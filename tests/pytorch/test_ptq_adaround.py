@@ -284,6 +284,15 @@ class SamePadding(nn.Conv2d):
 
 
 @pytest.mark.parametrize("mode", ["plain", "fast"])
+def test_a_layer_whose_operation_has_other_settings_is_left_to_arq(mode, caplog):
+    torch.manual_seed(0)
+    net = nn.Sequential(SamePadding(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
+    quantized = amct.quantize(net, [images()], config(), adaround=mode)
+    assert [weights.custom_rounding for weights in quantized.prepared.weights.values()] == [False, True]
+    assert 'layer "0": its forward uses other settings than its own, so ARQ rounds it' in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["plain", "fast"])
 def test_a_layer_that_pads_its_input_learns_from_what_its_operation_reads(mode):
     torch.manual_seed(0)
     net, data = nn.Sequential(SamePadding(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval(), images()

@@ -96,6 +96,11 @@ def _learn_layer(
     module = layer_module(preparation.fused.model, layer.name)
     if not inputs:
         raise CalibrationError(f'layer "{layer.name}": no data reaches it, so AdaRound cannot learn; use ARQ for it')
+    if not _is_plain_operation(module, inputs[0], target[0]):
+        logger.info(
+            'layer "%s": its forward uses other settings than its own, so ARQ rounds it, not AdaRound', layer.name
+        )
+        return before
     pairs, notes = _merged(module, inputs, target)
     (weight,) = before.weights
     bias = getattr(module, "bias", None)
@@ -111,6 +116,15 @@ def _learn_layer(
     logger.debug('layer "%s": loss %g, was %g', layer.name, result.final_loss, result.initial_loss)
     learned = replace(weight, qparams=result.qparams, stored=result.weight)
     return replace(before, weights=(learned,), custom_rounding=True)
+
+
+def _is_plain_operation(module: nn.Module, x: Tensor, y: Tensor) -> bool:
+    """Whether torch's own forward of a layer gives the shape that its operation gave (its class may pad elsewhere)."""
+    if not has_own_forward(module):
+        return True
+    own: Any = next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn."))
+    with torch.no_grad():
+        return bool(own.forward(module, x).shape == y.shape)
 
 
 @dataclass(frozen=True)
