@@ -347,6 +347,16 @@ def test_an_empty_record(calibrated):
     refuses(RuntimeError, "is empty", calibrated.save)
 
 
+def test_a_layer_without_an_entry_in_the_record_stays_float(calibrated, caplog):
+    record = read_record(calibrated.record)
+    write_record(replace(record, layers={name: record[name] for name in record if name != "c2"}), calibrated.record)
+    calibrated.save()
+    assert 'layer "c2": the record has no entry for it, so it stays float' in caplog.text
+    content = json.loads((calibrated.folder / "out" / "q_quant.json").read_text())
+    assert "c2" not in str(content["layers"])
+    assert "the record has no entry for it" in str(content)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "kind", "match"),
     [

@@ -187,11 +187,17 @@ def test_all_mistakes_come_together_with_their_places():
     ]
 
 
-def test_an_expected_layer_must_be_there():
+def test_a_layer_whose_calibration_is_not_complete_must_be_there():
     layers = [replace(layer, expected=layer.name in ("conv1", "fc")) for layer in LAYERS]
     with pytest.raises(RecordError, match="Cannot find scale_d of layer 'fc' in record file") as caught:
-        validate_record(Record(GOOD), layers)
+        validate_record(Record(GOOD), layers, progress={"fc": (1, 2)})
     assert len(caught.value.problems) == 1
+
+
+def test_an_expected_layer_without_an_entry_stays_float_with_a_note():
+    layers = [replace(layer, expected=layer.name in ("conv1", "fc")) for layer in LAYERS]
+    [note] = validate_record(Record(GOOD), layers)
+    assert str(note).endswith('layer "fc": the record has no entry for it, so it stays float')
 
 
 @pytest.mark.parametrize(

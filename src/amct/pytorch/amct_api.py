@@ -31,6 +31,7 @@ from amct.export.check.losses import Reference
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
 from amct.export.request import SavePath, SaveRequest
 from amct.export.saving import OnnxFiles, save_files
+from amct.model import Skip
 from amct.pytorch.calibrating import balancing_model, start_calibration
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.inputs import IoOptions
@@ -232,6 +233,11 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         *validate_record(record, notes.record_layers(), progress=read_progress(record_file)),
     ):
         logger.warning("%s", note)
+    unrecorded = tuple(
+        Skip(name, "the record has no entry for it")
+        for name, layer in notes.layers.items()
+        if layer.enabled and name not in record.layers
+    )
     beside = tensor_factors_path(record_file)
     tensors = read_tensor_factors(beside) if beside.exists() else None
     inputs, origin = batch_beside(record_file, model)
@@ -242,7 +248,7 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         tensors=tensors,
         reference=Reference(inputs=inputs, origin=origin),
         folded=notes.fusions,
-        skipped=notes.skips(),
+        skipped=(*notes.skips(), *unrecorded),
         config=notes.config,
     )
     save_files(files)

@@ -216,6 +216,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused(trained, tmp_path, content, m
         flow.restore(state=tmp_path / "wrong.pth")
 
 
+def test_saving_before_batch_num_batches_is_an_error(tmp_path):
+    flow = Flow(tmp_path, "batch_num: 3")
+    model = flow.create()
+    train(model, [0, 1])
+    with pytest.raises(RuntimeError, match=r'layer "c1".* 3 batches in train mode .*has seen 2'):
+        flow.save(model)
+    assert not (tmp_path / "out").exists()
+    train(model, [2])
+    flow.save(model)
+
+
 def test_damaged_observations_in_a_checkpoint_are_refused(tmp_path):
     flow = Flow(tmp_path, "batch_num: 3")
     model = flow.create()

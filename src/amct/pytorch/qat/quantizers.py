@@ -141,9 +141,14 @@ class ActivationQuantizer(nn.Module):
         """The parameters of the clips.
 
         Raises:
-            TrainingError: There are no clips yet, or they are not finite.
+            TrainingError: Fewer than ``batch_num`` batches were seen in train mode, or the clips are not finite.
         """
         self._check_finite()
+        if not self._find_ready():
+            raise TrainingError(
+                f'layer "{self.layer}": its clips are known after {self.batch_num} batches in train mode (batch_num of '
+                f"the config), but the model has seen {int(self.batches)}; train on, or lower batch_num"
+            )
         scale, offset = ulq_factors(*self._legal_clips(), self.bits, fp16_scale=self.fp16_scale)
         return QParams.of(float(scale), int(offset), self.bits)
 
