@@ -108,7 +108,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "clip_max": "The upper clip value at the start.",
         "clip_min": "The lower clip value at the start.",
         "fixed_min": "Keep the lower clip value at 0.",
-        "fixed_clip": "Keep `clip_max` and `clip_min` as given instead of learning them. Not in AMCT.",
+        "fixed_clip": "Keep the clips that are given; false: learning starts there. Not in AMCT.",
         "dst_type": "Integer type.",
         "ActULQquantize.num_bits": "Bits of the activations; 9 to 16: factors for that width, stored as 16 bits.",
         "ARQRetrain.num_bits": "Bits of the weights.",
@@ -169,5 +169,6 @@ DEFAULTS: Mapping[str, str] = MappingProxyType(
         "quant_bits": "8",
         "clip_max_min": _CLIP_DEFAULT,
         "fixed_min": "true behind a ReLU, else false",
+        "fixed_clip": "true",
     }
 )

@@ -211,6 +211,19 @@ def test_inputs_with_the_same_values_share_their_clips(run):
     assert [data.index for data in entry["sum"].record_d] == [0, 1]
 
 
+@pytest.mark.parametrize(("given", "rates"), [({}, [0, 0, 0]), ({"fixed_clip": False}, [1, 1, 0])])
+def test_given_clips_are_fixed_unless_the_config_says_otherwise(run, given, rates):
+    def change(text):
+        content = json.loads(text)
+        content["conv1"]["retrain_data_config"] |= {"clip_max": 1.0, "clip_min": -1.0, **given}
+        return json.dumps(content)
+
+    run.create(change=change)
+    layer = modified(run)["conv1_retraindataquant"]
+    assert [spec.lr_mult for spec in layer.param] == rates
+    assert not layer.retrain_data_quant_param.fixed_min
+
+
 def test_settings_of_the_config_reach_the_layers(run):
     def change(text):
         content = json.loads(text)

@@ -116,7 +116,7 @@ def test_caffe_sample_with_clips():
     assert json.dumps(config.to_dict()) == json.dumps(json.loads(text))
     plan = CAFFE_QAT.make_plan(config, network)
     assert [layer.activation for layer in plan.layers] == [CaffeUlqSettings(clip_max=3.0, clip_min=-3.0)] * 2
-    assert not plan.layers[0].activation.fixed_clip
+    assert plan.layers[0].activation.fixed_clip is None  # the clips that are given stay
 
 
 GENERATED = {

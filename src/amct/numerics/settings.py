@@ -283,15 +283,15 @@ class CaffeUlqSettings(CheckedSettings):
     Attributes:
         clip_max: Where the upper clip starts; None: IFMR determines it.
         clip_min: Where the lower clip starts; None: IFMR determines it.
-        fixed_min: Whether the lower clip stays at 0; None: it does after a ReLU.
-        fixed_clip: Whether the clips that are given stay as they are instead of being trained.
+        fixed_min: Whether the lower clip stays at 0; None: it does after a ReLU, unless clip_min is given.
+        fixed_clip: Whether the clips that are given stay as they are instead of being trained; None: they do.
         num_bits: 8, or 9 to 16: factors for that width, stored in 16 bits.
     """
 
     clip_max: NumberAboveZero = None
     clip_min: NumberBelowZero = None
     fixed_min: OptionalBool = None
-    fixed_clip: StrictBool = False
+    fixed_clip: OptionalBool = None
     num_bits: Annotated[int, Field(strict=True, ge=8, le=16)] = 8
 
     def __post_init__(self) -> None:

@@ -174,9 +174,9 @@ def _planned_inputs(tested: CaffeModel, plans: Mapping[str, RetrainLayerPlan]) -
             continue
         settings = plans[layer.name].activation
         assert isinstance(settings, CaffeUlqSettings)
+        is_open = settings.fixed_min is None and settings.clip_min is None
         inputs[layer.name] = [
-            settings if settings.fixed_min is not None else replace(settings, fixed_min=_is_positive(blob, makers))
-            for blob in layer.bottom
+            replace(settings, fixed_min=_is_positive(blob, makers)) if is_open else settings for blob in layer.bottom
         ]
     return inputs
 
@@ -228,9 +228,10 @@ def _fill_data(
     options.batch_num = batch_num
     options.record_file_path = str(files.record.absolute())
     options.config_file_path = os.path.abspath(files.config)  # noqa: PTH100 - a PathLike too
+    keeps_given = settings.fixed_clip is not False
     fixed = (
-        settings.fixed_clip and settings.clip_max is not None,
-        bool(settings.fixed_min) or (settings.fixed_clip and settings.clip_min is not None),
+        keeps_given and settings.clip_max is not None,
+        bool(settings.fixed_min) or (keeps_given and settings.clip_min is not None),
         True,
     )
     for each in fixed:

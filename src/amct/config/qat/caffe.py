@@ -1,7 +1,7 @@
 """The configs of quantization-aware training of Caffe models.
 
 The JSON has the guide's keys in the guide's order, layers in the order of the net. Two keys go beyond the guide and are
-written only when given: ``batch_num`` (the simple config has it) and ``fixed_clip`` (the clips are not trained).
+written only when given: ``batch_num`` (the simple config has it) and ``fixed_clip`` (false: given clips are trained).
 """
 
 from __future__ import annotations
