@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from amct.caffe import pycaffe as caffe
+from amct.caffe.engine.messages import new_message
+from amct.caffe.model import check_weights
 from amct.errors import ModelError, ParseError, UnsupportedLayerError
 
 V1 = """
@@ -224,3 +227,12 @@ def test_lists_of_types_show_no_internal_names(tmp_path):
     assert "on integers" not in shown
     assert "refreshed" not in shown
     assert ", Convolution, " in shown
+
+
+@pytest.mark.parametrize("kind", ["Convolution", "Deconvolution"])
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_weights_of_too_few_axes(kind, shape):
+    layer = new_message("LayerParameter", name="l", type=kind, bottom=["a"], top=["b"])
+    layer.convolution_param.bias_term = False
+    with pytest.raises(ModelError, match="Do model and weights belong together"):
+        check_weights(layer, [torch.zeros(shape)], "x.caffemodel")

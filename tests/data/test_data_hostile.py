@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import io
+import struct
+import time
 import tracemalloc
 import zipfile
 
@@ -14,6 +16,7 @@ from PIL import Image
 
 from amct.caffe.engine.hdf5 import Hdf5File
 from amct.data import arrays, open_samples, read_arrays, read_idx, read_image
+from amct.data.lmdb import LmdbReader, write_lmdb
 from amct.errors import AmctError, FileError, ParseError
 
 
@@ -189,3 +192,44 @@ def test_hdf5_datasets_that_announce_too_much(tmp_path):
             with pytest.raises(AmctError, match="must hold numbers"):
                 file.array(name)
         assert file.text("text") == "words"
+
+
+@pytest.mark.parametrize("shape", [(2**32 - 1, 0), (2**32 - 1,) * 4 + (0,), (2**32 - 1, 0, 2**32 - 1, 2**32 - 1)])
+def test_idx_header_without_values(tmp_path, shape):
+    (tmp_path / "x.idx").write_bytes(bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape))
+    with pytest.raises(ParseError, match="there are no values"):
+        read_idx(tmp_path / "x.idx")
+
+
+def test_idx_of_many_gzip_members_is_read_in_time(tmp_path):
+    (tmp_path / "x.idx.gz").write_bytes(gzip.compress(b"\0\0\x08\1\0\0\0\0") + gzip.compress(b"") * 100_000)
+    start = time.process_time()
+    assert read_idx(tmp_path / "x.idx.gz").shape == (0,)
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize(
+    "labels", [np.full(8, np.nan), np.full(8, np.inf), np.array(["cat"] * 8), np.zeros((8, 0)), np.zeros(8, complex)]
+)
+def test_labels_that_are_no_numbers(tmp_path, labels):
+    np.savez(tmp_path / "x.npz", data=np.zeros((8, 3, 4, 4), np.float32), labels=labels)
+    with pytest.raises(ParseError, match="labels"):
+        list(open_samples(tmp_path / "x.npz"))
+
+
+@pytest.mark.parametrize("label", ["\u00b2", "--3", "9" * 5000])
+def test_list_with_a_label_that_is_no_number(tmp_path, label):
+    (tmp_path / "list.txt").write_text(f"a.png {label}\n", encoding="utf-8")
+    with pytest.raises(AmctError, match=r"a\.png"):
+        list(open_samples(tmp_path / "list.txt"))
+
+
+def test_lmdb_without_root_but_with_entries(tmp_path):
+    write_lmdb(tmp_path / "db", [(np.zeros((1, 2, 2), np.uint8), 0)])
+    file = tmp_path / "db" / "data.mdb"
+    content = bytearray(file.read_bytes())
+    for page in (0, 4096):  # the meta pages: 16 bytes of header, 24 of numbers, two databases that end with their root
+        content[page + 16 + 24 + 96 - 8 : page + 16 + 24 + 96] = b"\xff" * 8
+    file.write_bytes(content)
+    with pytest.raises(ParseError, match="does not have the 1 entries"):
+        next(LmdbReader(tmp_path / "db").datums())

@@ -56,3 +56,13 @@ def test_error_of_ours_is_one_line_and_exit_code_2(capsys, tmp_path):
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert "missing.txt" in error
+
+
+@pytest.mark.parametrize("command", [[AMCT], [sys.executable, "-m", "amct"]], ids=["amct", "python -m amct"])
+def test_files_of_the_working_folder_do_not_replace_packages(tmp_path, command):
+    for name in ("torch", "numpy", "typer"):
+        (tmp_path / f"{name}.py").write_text('raise SystemExit("the file of the working folder was run")')
+    (tmp_path / "ournet.py").write_text("import torch\ndef net(): return torch.nn.Sequential(torch.nn.Conv2d(4, 4, 1))")
+    arguments = ["prune", "ournet:net", "--sparse", "--input-shape", "1,4,8,8", "-o", "out/net"]
+    result = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")

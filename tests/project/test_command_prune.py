@@ -58,3 +58,49 @@ def test_options_that_exclude_each_other(capsys):
     assert "leave --ratio" in capsys.readouterr().err
     assert main([*given, "--flops", "0.5"]) != 0
     assert "give one of them" in capsys.readouterr().err
+
+
+MISTAKES = """
+def needs(width): return width
+def nothing(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "message"),
+    [
+        ("mistakes:needs", "1,3,8,8", "cannot be called without arguments"),
+        ("mistakes:nothing", "1,3,8,8", "gives a NoneType"),
+        ("os:system", "1,3,8,8", "a function of Python itself"),
+        ("json:loads", "1,3,8,8", "cannot be called without arguments"),
+        ("..mistakes:needs", "1,3,8,8", "was not found"),
+        ("./missing.py:net", "1,3,8,8", "does not exist"),
+        ("prunednet:net", "1,3", "Sequential fails on the example input"),
+        ("prunednet:net", "1,3,999999,999999", "more than the"),
+        ("prunednet:net", "1" * 5000, "expected positive whole numbers"),
+    ],
+)
+def test_a_model_or_shape_that_does_not_fit_is_one_line(folder, capsys, model, shape, message):
+    (folder / "mistakes.py").write_text(MISTAKES)
+    assert main(["prune", model, "--input-shape", shape, "-o", "out/n"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("reach", ["full", "amct"])
+@pytest.mark.parametrize("data", [np.zeros((4, 5), np.float32), np.zeros((4, 2, 8, 8), np.float32), np.array(["a"])])
+def test_data_that_does_not_fit_the_model_is_one_line(folder, capsys, data, reach):
+    np.save(folder / "other.npy", data)
+    given = ["prune", "prunednet:net", "--input-shape", "1,3,8,8", "--reach", reach, "-o", "out/n"]
+    assert main([*given, "--data", "other.npy"]) == 2
+    error = capsys.readouterr().err
+    assert "expected inputs such as" in error or "fails on one of them" in error
+    assert error.count("\n") == 1
+
+
+def test_a_factory_in_a_named_file(folder, capsys):
+    (folder / "nets").mkdir()
+    (folder / "nets" / "my-net.py").write_text(NET)
+    assert main(["prune", "./nets/my-net.py:net", "--input-shape", "1,3,8,8", "-o", "out/n"]) == 0
+    assert "wrote" in capsys.readouterr().out

@@ -6,6 +6,7 @@ layers, Python layers) are kept unchanged. ``build`` and ``run_net`` run it on t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from amct.caffe.prototxt import TEST_PHASE, read_test_phase, remove_in_place
 from amct.errors import ArgumentError, ModelError, ParseError
 from amct.model import Graph, Node
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
-from amct.pipeline.batches import Batches
+from amct.pipeline.batches import Batches, as_array
 from amct.schema import format_text
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ def _tensor(blob: StoredBlob, layer: ProtoMessage, index: int, source: str) -> t
             "quantized already; give the original float model"
         )
     shape = blob.shape if blob.shape or blob.values.size == 1 else (blob.values.size,)
-    if int(np.prod(shape)) != blob.values.size:
+    if math.prod(shape) != blob.values.size:  # exact, whatever the file says
         raise ParseError(
             f'{source}: layer "{layer.name}", blob {index}: shape {shape} but {blob.values.size} values stored'
         )
@@ -321,6 +322,11 @@ def _check_outputs(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) 
         found = blobs[0].numel() // max(inputs, 1)
     else:
         shape = tuple(blobs[0].shape)
+        if len(shape) < 2:
+            raise ModelError(
+                f'{source}: layer "{layer.name}" has weights of shape {list(shape)}, expected at least outputs and '
+                "inputs. Do model and weights belong together?"
+            )
         outputs = layer.convolution_param.num_output or shape[0]  # DepthwiseConv may omit num_output
         found = shape[0]
         if layer.type == "Deconvolution":
@@ -435,7 +441,7 @@ def feed(net: Net, batch: Batch) -> None:
     """
     names = [net.graph.blob_names[index] for index in net.graph.inputs]
     for name, value in _by_name(names, batch).items():
-        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+        array = as_array(name, value) if isinstance(value, torch.Tensor) else value
         blob = net.blob(name)
         try:
             blob.set_shape(np.shape(array))
@@ -455,10 +461,7 @@ def inputs_by_name(names: list[str], batch: Batch) -> dict[str, npt.NDArray[Any]
     Raises:
         ArgumentError: the batch does not have these inputs.
     """
-    return {
-        name: value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value, np.float32)
-        for name, value in _by_name(names, batch).items()
-    }
+    return {name: as_array(name, value, np.float32) for name, value in _by_name(names, batch).items()}
 
 
 def _by_name(names: list[str], batch: Batch) -> Mapping[str, Any]:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import math
 import sys
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from amct.cli.model_pair import check_file
 from amct.errors import ArgumentError, FileError, ParseError, Position, did_you_mean
+from amct.memory import gibibytes, machine_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
 
+    import torch
     from torch import nn
 
     from amct.config.layers import LayerList
 
 ONNX_ENDING = ".onnx"
+_MOST_DIGITS = 18
 LIST_FORM = 'two words a line, "name type"'
 
 
@@ -95,13 +102,11 @@ def _text(path: Path) -> str:
 
 
 def _traced(reference: str, input_shape: str | None) -> LayerList:
-    import torch
-
     from amct.pytorch.capture.cached_trace import cached_trace
 
     if input_shape is None:
         raise ArgumentError("--input-shape: a PyTorch model needs the shape of an example input, such as 1,3,224,224")
-    example = torch.zeros(parse_shape(input_shape))
+    example = example_input(input_shape)
     return cached_trace(load_reference(reference), example, all_layers=True, stored_weights=True).config_layers()
 
 
@@ -112,9 +117,27 @@ def parse_shape(text: str) -> tuple[int, ...]:
         ArgumentError: The text is not a list of positive integers.
     """
     words = text.replace("x", ",").split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+    if not all(len(word) <= _MOST_DIGITS and word.strip().isdecimal() and int(word) > 0 for word in words):
         raise ArgumentError(f'--input-shape: expected positive whole numbers such as 1,3,224,224, got "{text}"')
     return tuple(int(word) for word in words)
+
+
+def example_input(shape: str) -> torch.Tensor:
+    """Return zeros of a shape such as ``1,3,224,224``.
+
+    Raises:
+        ArgumentError: The text is not such a shape, or the input is larger than the memory.
+    """
+    import torch
+
+    sizes = parse_shape(shape)
+    needed = math.prod(sizes) * torch.float32.itemsize
+    if needed > machine_bytes():
+        raise ArgumentError(
+            f"--input-shape: an input of {shape} has {gibibytes(needed)}, more than the {gibibytes(machine_bytes())} "
+            "of memory of this machine"
+        )
+    return torch.zeros(sizes)
 
 
 def check_reference(reference: str) -> None:
@@ -123,21 +146,29 @@ def check_reference(reference: str) -> None:
     Raises:
         ArgumentError: There is no such module.
     """
-    top = reference.partition(":")[0].partition(".")[0]
+    name = reference.partition(":")[0]
+    if _is_file_name(name):
+        check_file(name)
+        return
+    top = name.partition(".")[0]
     with _modules_of_the_working_directory():
         if not top or (top not in sys.modules and importlib.util.find_spec(top) is None):
             raise _no_module(top, reference)
 
 
+def _is_file_name(module: str) -> bool:
+    return module.endswith(".py")
+
+
 @contextmanager
 def _modules_of_the_working_directory() -> Iterator[None]:
-    """Find modules in the working directory too, as ``python -m`` does."""
+    """Find modules in the working directory too, behind installed ones: a file there must not replace a package."""
     folder = str(Path.cwd())
-    sys.path.insert(0, folder)
+    sys.path.append(folder)
     try:
         yield
     finally:
-        sys.path.remove(folder)
+        del sys.path[len(sys.path) - 1 - sys.path[::-1].index(folder)]
 
 
 def _no_module(name: str | None, reference: str) -> ArgumentError:
@@ -145,24 +176,64 @@ def _no_module(name: str | None, reference: str) -> ArgumentError:
 
 
 def load_reference(reference: str) -> nn.Module:
-    """Return the model that ``package.module:factory`` refers to; a function or class is called without arguments.
+    """Return the model of ``package.module:factory`` or ``file.py:factory``; the factory is called without arguments.
 
     Raises:
-        ArgumentError: The module or its attribute does not exist, or is or returns no ``torch.nn.Module``.
+        ArgumentError: The module or its attribute does not exist, or is no factory or ``torch.nn.Module``.
+        FileError: The file does not exist.
     """
     module_name, _, attribute = reference.partition(":")
     with _modules_of_the_working_directory():
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise _no_module(error.name, reference) from error
+        module = _module(module_name, reference)
     if not hasattr(module, attribute):
         hint = did_you_mean(attribute, [name for name in vars(module) if not name.startswith("_")])
         raise ArgumentError(f'model: "{module_name}" has no "{attribute}".{hint}')
     from torch import nn
 
     found = getattr(module, attribute)
-    model = found if isinstance(found, nn.Module) or not callable(found) else found()
+    model = found if isinstance(found, nn.Module) or not callable(found) else _made(found, reference)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f'model: "{reference}" gives a {type(model).__name__}, expected a torch.nn.Module')
     return model
+
+
+def _module(name: str, reference: str) -> ModuleType:
+    if _is_file_name(name):
+        return _module_of_file(Path(name))
+    if not name or name.startswith("."):
+        raise _no_module(name, reference)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise _no_module(error.name, reference) from error
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """Run a file as a module of its stem, which is found again by that name unless another module has it."""
+    check_file(str(path))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None  # the name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if sys.modules.get(path.stem) is module:
+            del sys.modules[path.stem]
+        raise
+    return module
+
+
+def _made(factory: Callable[[], object], reference: str) -> object:
+    """Call a factory; what is written in C, such as ``os.system``, makes no model and is not called."""
+    if inspect.isbuiltin(factory):
+        raise ArgumentError(f'model: "{reference}" is a function of Python itself, expected one that makes a model')
+    try:
+        inspect.signature(factory).bind()
+    except (TypeError, ValueError) as error:  # ValueError: a class without a signature
+        raise ArgumentError(
+            f'model: "{reference}" cannot be called without arguments ({error}): write a function without arguments '
+            "that returns the model, and give its name"
+        ) from error
+    return factory()

@@ -44,6 +44,8 @@ Top1 = Annotated[
     bool, typer.Option("--top1", help="Also count how often the largest output is the label; the data has labels.")
 ]
 
+_MOST_DIGITS = 9
+_MOST_PIXELS = 2**28
 _PICTURE_INPUT_AXES = 4  # batch, channels, height, width
 
 
@@ -192,9 +194,12 @@ def _pair(option: str, text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     words = text.replace("x", ",").split(",")
-    if len(words) > 2 or not all(word.strip().isdecimal() for word in words):
+    if len(words) > 2 or not all(len(word) <= _MOST_DIGITS and word.strip().isdecimal() for word in words):
         raise ArgumentError(f'{option}: expected a number, or height,width, got "{text}"')
-    return int(words[0]), int(words[-1])
+    height, width = int(words[0]), int(words[-1])
+    if height * width > _MOST_PIXELS:
+        raise ArgumentError(f"{option}: a picture of {height} x {width} is larger than {_MOST_PIXELS} pixels")
+    return height, width
 
 
 def _mean(text: str) -> NDArray[np.float32]:

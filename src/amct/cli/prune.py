@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from amct.cli.model_layers import load_reference, parse_shape
+from amct.cli.model_layers import example_input, load_reference
 from amct.cli.options import JsonOption
 from amct.cli.printing import show, show_json
 from amct.errors import ArgumentError
@@ -53,11 +53,12 @@ def prune(  # noqa: PLR0913  the options of a command
 def _result(
     reference: str, input_shape: str, data: Path | None, settings: dict[str, Any], *, sparse: bool
 ) -> PrunedModel:
+    import numpy as np
     import torch
 
     import amct.pytorch
 
-    model, example = load_reference(reference), torch.zeros(parse_shape(input_shape))
+    model, example = load_reference(reference), example_input(input_shape)
     if sparse:
         if settings["ratio"] is not None or settings["flops"] is not None or data is not None:
             raise ArgumentError("--sparse keeps two of every four weights: leave --ratio, --flops and --data out")
@@ -66,7 +67,12 @@ def _result(
     if data is not None:
         from amct.data.arrays import read_array
 
-        batches = list(torch.split(torch.from_numpy(read_array(data)), len(example)))
+        values = read_array(data)
+        if values.dtype.kind not in "buif" or not values.size or values.ndim != example.ndim:
+            raise ArgumentError(
+                f"{data}: an array of {values.dtype} of shape {values.shape}, expected inputs such as {input_shape}"
+            )
+        batches = list(torch.split(torch.from_numpy(values.astype(np.float32)), len(example)))
     return amct.pytorch.prune(model, example, batches=batches, **settings)
 
 

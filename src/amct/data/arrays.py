@@ -5,6 +5,8 @@ Files with pickled objects are rejected, because unpickling can run code.
 
 from __future__ import annotations
 
+import gzip
+import io
 import math
 import os
 import struct
@@ -21,8 +23,6 @@ from amct.errors import AmctError, ArgumentError, FileError, ParseError, did_you
 from amct.memory import gibibytes, machine_bytes
 
 if TYPE_CHECKING:
-    import io
-
     import numpy.typing as npt
 
 _ZIP = b"PK\x03\x04"
@@ -257,6 +257,8 @@ def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
             f"{path}: an idx file of shape {shape} has {expected} bytes of data, this one {len(content) - start}: "
             "is it truncated?"
         )
+    if 0 in shape and any(shape):
+        raise ParseError(f"{path}: an idx file of shape {shape}, in which there are no values: is it damaged?")
     values = np.frombuffer(content, dtype, offset=start).reshape(shape)
     return values.astype(dtype.newbyteorder("="))
 
@@ -285,7 +287,6 @@ FREE_BYTES = 2**29
 """Any file may expand to this many bytes."""
 RATIO = 100
 """A larger result must be at most this many times the size of the file; data rarely compresses better than 10 times."""
-_GZIP_WINDOW = 16 + zlib.MAX_WBITS
 _BLOCK_BYTES = 2**20
 
 
@@ -319,18 +320,15 @@ def gunzip(content: bytes, source: str) -> bytes:
         ParseError: The file is damaged, or expands too much.
     """
     parts: list[bytes] = []
-    total, rest = 0, content
+    total = 0
     try:
-        while rest:
-            decoder = zlib.decompressobj(_GZIP_WINDOW)
-            while rest and not decoder.eof:
-                parts.append(decoder.decompress(rest, _BLOCK_BYTES))
-                rest = decoder.unconsumed_tail
-                total += len(parts[-1])
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+            while part := file.read(_BLOCK_BYTES):
+                parts.append(part)
+                total += len(part)
                 check_expansion(total, len(content), source)
-            if not decoder.eof:
-                raise ParseError(f"{source}: a damaged gzip file: it ends early. Copy it again")
-            rest = decoder.unused_data.lstrip(b"\0")  # zeros may follow the last member
-    except zlib.error as error:
+    except EOFError as error:
+        raise ParseError(f"{source}: a damaged gzip file: it ends early. Copy it again") from error
+    except (zlib.error, gzip.BadGzipFile) as error:
         raise ParseError(f"{source}: a damaged gzip file: {error}. Copy it again") from error
     return b"".join(parts)

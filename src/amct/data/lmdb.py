@@ -232,10 +232,8 @@ class LmdbPages:
         Raises:
             ParseError: The database is damaged.
         """
-        if self._meta.root == _NO_PAGE:
-            return
         found = 0
-        for entry in _Walk(self).entries(self._meta.root, 1):
+        for entry in () if self._meta.root == _NO_PAGE else _Walk(self).entries(self._meta.root, 1):
             found += 1
             if found > self.entries:
                 break

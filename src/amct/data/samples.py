@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +45,7 @@ Read = Callable[[], "tuple[npt.NDArray[Any], int | None]"]
 """Reads the values of a sample and its label."""
 ColorOrder = Literal["bgr", "rgb", "gray"]
 _PICTURE_AXES = 3
+_LABEL = re.compile("-?[0-9]{1,18}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +214,7 @@ def read_image_list(path: str | os.PathLike[str]) -> list[tuple[str, int | None]
     entries: list[tuple[str, int | None]] = []
     for line in text.splitlines():
         name, _, last = line.strip().rpartition(" ")
-        if name and last.lstrip("-").isdigit():
+        if name and _LABEL.fullmatch(last):
             entries.append((name.strip(), int(last)))
         elif line.strip():
             entries.append((line.strip(), None))
@@ -339,8 +341,10 @@ def _stacked_source(
         raise ParseError(f"{path}: no samples: the array has shape {values.shape}, samples lie along its first axis")
     if values.dtype.kind not in "buif":
         raise ParseError(f"{path}: the array holds {values.dtype}, not numbers")
-    if labels is not None and labels.shape[:1] != values.shape[:1]:
+    if labels is not None and (labels.shape[:1] != values.shape[:1] or not labels.size):
         raise ParseError(f"{path}: {len(values)} samples but labels of shape {labels.shape}")
+    if labels is not None and (labels.dtype.kind not in "buif" or not np.isfinite(labels).all()):
+        raise ParseError(f"{path}: expected whole numbers as labels, got {labels.dtype} or NaN; give class numbers")
 
     def read(index: int) -> tuple[npt.NDArray[Any], int | None]:
         return values[index], None if labels is None else int(np.asarray(labels[index]).reshape(-1)[0])

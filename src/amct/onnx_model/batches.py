@@ -10,7 +10,7 @@ import torch
 
 from amct.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from amct.onnx_model.reading import element_dtype, input_shape
-from amct.pipeline.batches import Batches
+from amct.pipeline.batches import Batches, as_array
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,7 +71,7 @@ class _Converter:
         return {name: self._checked(name, values[name]) for name in names}
 
     def _checked(self, name: str, value: object) -> NDArray[Any]:
-        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        array = as_array(name, value)
         expected = self._types[name]
         if array.dtype != expected:
             if array.dtype.kind not in "fiub" or (expected.kind in "iub" and array.dtype.kind == "f"):

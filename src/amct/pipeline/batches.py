@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
@@ -25,6 +26,8 @@ from amct.pipeline.passes import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from amct.calibration import Ranks
 
@@ -156,6 +159,23 @@ class Batches:
         for batch in self._once:
             self._read.append(batch)
             yield batch
+
+
+def as_array(name: str, value: Any, dtype: Any = None) -> NDArray[Any]:  # noqa: ANN401  the user's own kind
+    """Convert a value of a batch, an array, a torch tensor or nested lists of numbers, to an array.
+
+    Raises:
+        ArgumentTypeError: NumPy has no such values, or there are none (bfloat16, a tensor on the meta device).
+    """
+    try:
+        array: NDArray[Any] = value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value, dtype)
+    except (RuntimeError, TypeError, ValueError) as error:
+        kind = f"a tensor of {value.dtype} on {value.device}" if hasattr(value, "detach") else type(value).__name__
+        raise ArgumentTypeError(
+            f'calibration_data: input "{name}" cannot be read from {kind}: {error}. Give an array of numbers or a '
+            "tensor with values in memory, such as tensor.float()"
+        ) from error
+    return array
 
 
 def data_part(data: Any, first: int, step: int) -> Iterator[Any]:  # noqa: ANN401  any iterable of batches

@@ -135,6 +135,8 @@ def torch_batches(model: nn.Module, data: object, inputs: BatchInputs | None = N
         chosen = inputs(batch) if inputs is not None else _without_labels(model, batch)
         example = example_inputs(model, chosen)
         device = next((tensor.device for tensor in model.parameters()), None)
+        if any(tensor.is_meta for tensor in example.tensors()) and device != torch.device("meta"):
+            raise ArgumentError("calibration_data: a tensor on the meta device has no values; give tensors with values")
         copied: Arguments = pytree.tree_map_only(
             torch.Tensor, lambda tensor: tensor.to(device or tensor.device, copy=True), (example.args, example.kwargs)
         )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from amct.calibration.ranks import Activity, Meeting, all_ranks, fingerprint
+from amct.errors import ModelArgumentError
 from amct.numerics.pruning import Reader, elimination_order, with_ridge
 from amct.pytorch.call_sites import has_own_forward, observe_operation
 from amct.pytorch.pruning.cutting import removed_positions
@@ -115,6 +116,15 @@ class InputMoments:
         return self.sums[2] / self.sums[0] - torch.outer(mean, mean)
 
 
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        model(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ModelArgumentError(
+            f"batches: {type(model).__name__} fails on one of them: {error}. Give inputs such as the example"
+        ) from error
+
+
 def _is_measured(module: nn.Module | None) -> bool:
     """Whether each output of a layer reads all inputs, and these are not too many."""
     return isinstance(module, MIXING) and getattr(module, "groups", 1) == 1 and module.weight.shape[1] <= LARGEST_INPUTS
@@ -137,7 +147,7 @@ def measure_inputs(model: nn.Module, names: Collection[str], batches: Iterable[A
             module.register_forward_pre_hook(moment.hook)
     with torch.no_grad(), agreement(["inputs", *moments]) as agreed:
         for args, kwargs in agreed.each(batches):
-            watched(*args, **kwargs)
+            _run(watched, args, kwargs)
         found = {name: moment for name, moment in moments.items() if moment.sums[0] > 0}
         means = iter(agreed.means([each for moment in found.values() for each in moment.sums]))
         for moment in found.values():
@@ -162,7 +172,7 @@ def refresh_batch_norms(model: nn.Module, batches: Iterable[Arguments]) -> None:
     try:
         with torch.no_grad(), agreement(["batch norms", str(len(norms))]) as agreed:
             for args, kwargs in agreed.each(batches):
-                model(*args, **kwargs)
+                _run(model, args, kwargs)
             measured = [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
             for statistic, mean in zip(measured, agreed.means(measured), strict=True):
                 statistic.copy_(mean)
