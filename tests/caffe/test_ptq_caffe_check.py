@@ -104,6 +104,7 @@ def test_without_the_kept_batch_inputs_are_random(flow, lines):
     amct.save_model(graph, "Both", str(flow.prefix))
     assert {check.batch for check in checks_of(flow).values()} == {"random inputs"}
     assert "checked on random inputs, not on calibration data: record.txt.check.npz does not exist" in lines.text
+    assert lines.text.count("(random inputs, which say nothing about accuracy)") == len(checks_of(flow))
 
 
 def change_written_models(monkeypatch, change, kind="deploy"):
