@@ -11,8 +11,9 @@ from test_ptq_caffe_recurrent import KINDS as RECURRENT
 
 import amct_caffe as amct
 from amct.caffe import quantize
+from amct.caffe.prototxt import layer_list
 from amct.config.layers import CAFFE_TYPES
-from amct.errors import ModelError
+from amct.errors import ConfigError, ModelError
 from amct.record import read_caffe_record
 
 IMAGE = (2, 4, 6, 6)
@@ -241,7 +242,36 @@ def checked_entry(case, flow):
     return record["it"]
 
 
-@pytest.mark.parametrize("case", DATA_ONLY, ids=str)
+def reads_positions(case):
+    return regions in case.makers or places in case.makers
+
+
+@pytest.mark.parametrize("case", [*filter(reads_positions, DATA_ONLY)], ids=str)
+def test_layers_that_read_coordinates_or_indices_stay_float(case, tmp_path):
+    with pytest.raises(ConfigError, match=r'its bottom "b1" holds coordinates or indices, which cannot be rounded'):
+        switched_on(case, tmp_path)
+
+
+def test_what_only_moves_coordinates_stays_float_and_the_rest_is_quantized(tmp_path):
+    (tmp_path / "net.prototxt").write_text("""
+layer { name: "in" type: "Input" top: "x" top: "rows"
+  input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } shape { dim: 5 dim: 4 } } }
+layer { name: "index" type: "Input" top: "index" input_param { shape { dim: 5 dim: 1 } } }
+layer { name: "rois" type: "Concat" bottom: "index" bottom: "rows" top: "rois" concat_param { axis: 1 } }
+layer { name: "conv" type: "Convolution" bottom: "x" top: "y" convolution_param { num_output: 3 kernel_size: 1 } }
+layer { name: "roi" type: "ROIPooling" bottom: "y" bottom: "rois" top: "z"
+  roi_pooling_param { pooled_h: 2 pooled_w: 2 } }
+layer { name: "prior" type: "PriorBox" bottom: "y" bottom: "x" top: "p" prior_box_param { min_size: 3 } }
+layer { name: "priors" type: "Concat" bottom: "p" bottom: "p" top: "ps" concat_param { axis: 2 } }
+layer { name: "flat" type: "Flatten" bottom: "z" top: "f" }
+""")
+    refusals = {name: info.refusal for info in layer_list(tmp_path / "net.prototxt") if (name := info.name)}
+    why = 'its bottom "{}" holds coordinates or indices, which cannot be rounded'.format
+    wanted = {"rois": why("index"), "roi": why("rois"), "priors": why("p")}
+    assert {name: text for name, text in refusals.items() if text} == wanted
+
+
+@pytest.mark.parametrize("case", [case for case in DATA_ONLY if not reads_positions(case)], ids=str)
 def test_data_only(case, tmp_path):
     """Fake-quant, deploy and the float layer fed with what NumPy rounds are equal to the last bit.
 

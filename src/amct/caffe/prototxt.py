@@ -17,7 +17,7 @@ from amct.atomic import write_text
 from amct.caffe.engine.graph import filter_net
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.upgrade import upgrade_net
-from amct.config.layers import LayerInfo, LayerList
+from amct.config.layers import CAFFE_TYPES, LayerInfo, LayerList
 from amct.errors import AmctError
 from amct.schema import format_text
 
@@ -146,6 +146,13 @@ SAME_TYPE = {
     "HardSwish": "Hswish",
     "HSwish": "Hswish",
 }
+#: The tops and the bottoms, by number, that hold coordinates or indices.
+_MAKES_POSITIONS = {"PriorBox": (0,), "Proposal": (0,), "DetectionOutput": (0,), "Pooling": (1,)}
+_READS_POSITIONS = {
+    "ROIPooling": (1,), "PSROIPooling": (1,), "ROIAlign": (1,), "Upsample": (1,), "Unpooling": (1,),
+    "DetectionOutput": (2,),
+}  # fmt: skip
+_MOVING = ("Concat", "Slice", "Split", "Reshape", "Flatten", "Permute", "Tile", "Reverse")
 
 
 def layer_list(prototxt: AnyPath, custom_proto: AnyPath | None = None) -> LayerList:
@@ -196,27 +203,46 @@ def with_unique_names(net: ProtoMessage) -> ProtoMessage:
 
 def layer_infos(net: ProtoMessage) -> LayerList:
     """Every layer of a net whose layers are those of the TEST phase."""
-    return LayerList(layer_info(layer) for layer in net.layer)
+    positions = _blobs_of_positions(net)
+    return LayerList(_layer_info(layer, positions) for layer in net.layer)
 
 
-def layer_info(layer: ProtoMessage) -> LayerInfo:
-    """Describe one layer in the form that the config package reads."""
+def _layer_info(layer: ProtoMessage, positions: Collection[str]) -> LayerInfo:
     return LayerInfo(
         name=layer.name,
         type=layer.type,
         inputs=max(1, len(layer.bottom)),
         has_bias=_has_bias(layer),
-        refusal=_refusal(layer),
+        refusal=_refusal(layer, positions),
         average_pooling=layer.type == "Pooling" and _is_local_average(layer.pooling_param),
     )
 
 
-def _refusal(layer: ProtoMessage) -> str | None:
+def _blobs_of_positions(net: ProtoMessage) -> set[str]:
+    """The blobs of coordinates and indices, as they are made or as a layer reads them; also where others move them."""
+    found = {layer.top[at] for layer in net.layer for at in _MAKES_POSITIONS.get(layer.type, ()) if at < len(layer.top)}
+    for layer in net.layer:
+        found.update(layer.bottom[at] for at in _READS_POSITIONS.get(layer.type, ()) if at < len(layer.bottom))
+    moving = [layer for layer in net.layer if layer.type in _MOVING]
+    size = -1
+    while size < len(found):
+        size = len(found)
+        for layer in moving:
+            if found.intersection((*layer.bottom, *layer.top)):
+                found.update((*layer.bottom, *layer.top))
+    return found
+
+
+def _refusal(layer: ProtoMessage, positions: Collection[str]) -> str | None:
     """Why a layer of a quantizable type cannot be quantized."""
     if layer.type == "Upsample" and len(layer.bottom) > 1:
         return "its second bottom holds positions of a pooling, which cannot be rounded"
     if layer.type == "Pooling" and len(layer.top) > 1:
         return "its second top holds positions of the largest values, which rounding would move"
+    if layer.type in CAFFE_TYPES and not CAFFE_TYPES[layer.type].weights:
+        for blob in layer.bottom:
+            if blob in positions:
+                return f'its bottom "{blob}" holds coordinates or indices, which cannot be rounded'
     return None
 
 
