@@ -184,7 +184,7 @@ CFG = {
     "batch_num": ("@batch_num: 0", "batch_num must be at least 1"),
     "channel_wise on InnerProduct": (
         of_type("InnerProduct", "arq_quantize { @channel_wise: true }"),
-        "type InnerProduct: channel_wise must be false, InnerProduct has no channels",
+        "type InnerProduct: channel_wise must be false, InnerProduct has one scale",
     ),
     "channel_wise on LSTM": (
         of_layer("lstm1", "arq_quantize { @channel_wise: true }"),
@@ -192,7 +192,7 @@ CFG = {
     ),
     "channel_wise on AVE pooling": (
         of_layer("pool5", "arq_quantize { @channel_wise: true }"),
-        'layer "pool5": channel_wise must be false, AVE pooling has no channels',
+        'layer "pool5": channel_wise must be false, AVE pooling has one scale',
     ),
     "channel_wise on the pooling type": (
         of_type("Pooling", "arq_quantize { @channel_wise: true }"),
@@ -291,12 +291,12 @@ JSON = {
     "channel_wise": (
         '{"fc1000": {"weight_quant_params": {"channel_wise": @true}}}',
         ConfigError,
-        "InnerProduct has no channels",
+        "InnerProduct has one scale",
     ),
     "channel_wise pool": (
         '{"pool5": {"weight_quant_params": {"channel_wise": @true}}}',
         ConfigError,
-        "AVE pooling has no channels",
+        "AVE pooling has one scale",
     ),
 }
 

@@ -172,7 +172,7 @@ CFG_MISTAKES = {
     "nothing to fix": (data("@fixed_clip: true"), "fixed_clip needs clip_max or clip_min"),
     "channel_wise on a layer": (
         f'override_layer_configs {{ layer_name: "fc" {weight("@channel_wise: true")} }}',
-        'layer "fc": channel_wise must be false, InnerProduct has no channels of its own',
+        'layer "fc": channel_wise must be false, InnerProduct has one scale for all weights',
     ),
     "channel_wise on a type": (
         f'override_layer_types {{ layer_type: "InnerProduct" {weight("@channel_wise: true")} }}',

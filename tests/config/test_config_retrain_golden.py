@@ -103,8 +103,7 @@ def test_4_bit_activations_work_where_the_reference_fails():
     assert [str(warning) for warning in config.warnings] == [
         "quant.cfg:2:45: 4-bit weights need one group and an even number of input channels,"
         " INT8 is used for these layers: c1, dw",
-        "quant.cfg:1:44: INT4 activations with INT8 weights is a pair that AMCT does not train, taken as asked for:"
-        " c1, dw",
+        "quant.cfg:1:44: AMCT does not train INT4 activations with INT8 weights, here they are trained: c1, dw",
     ]
     plan = PYTORCH_QAT.make_plan(config, RETRAIN)
     types = {layer.name: (layer.activation.dst_type, layer.weight.dst_type) for layer in plan.layers}

@@ -170,8 +170,7 @@ def test_odd_types_of_a_hand_written_config_are_told_of_once():
     content = {"version": 1, "batch_num": 1, "conv": odd, "fc": odd, "dw": weight(dst_type="INT4")}
     config = PYTORCH_QAT.read_config(json.dumps(content, indent=1), "config.json", NETWORK)
     assert [str(warning) for warning in config.warnings] == [
-        "config.json:6:16: INT4 activations with INT8 weights is a pair that AMCT does not train, taken as asked for:"
-        " conv, fc",
+        "config.json:6:16: AMCT does not train INT4 activations with INT8 weights, here they are trained: conv, fc",
         "config.json:22:16: 4-bit weights need one group and an even number of input channels,"
         " INT8 is used for these layers: dw",
     ]

@@ -36,7 +36,7 @@ STAYS = "not pruned although overridden: a skipped layer stays as it is"
 WARNINGS = {
     "quant": [
         f"33:1: {AGAIN}: Opname",
-        "41:12: INT4 activations with INT8 weights is a pair that AMCT does not train, taken as asked for: Opname",
+        "41:12: AMCT does not train INT4 activations with INT8 weights, here they are trained: Opname",
         f"23:1: {AGAIN}: fc",
     ],
     "prune": ['13:1: "Opname" is repeated in regular_prune_skip_layers. Name it once.', f"12:1: {STAYS}: Opname"],

@@ -165,6 +165,7 @@ def test_skip_layers_argument(flow):
     refuses(ValueError, r'"nope".*unknown|"nope".*not in', flow.configure, skip_layers=["nope"])
     refuses(ValueError, '"bn"', flow.configure, skip_layers=["bn"])
     refuses(ValueError, '"c"', flow.configure, skip_layers=["c", "c"])
+    refuses(TypeError, "each name in skip_layers must be str, got int", flow.configure, skip_layers=["c", 1, "c2"])
     refuses(ValueError, "switch off every layer", flow.configure, skip_layers=["c", "c2", "fc"])
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import amct.pytorch as amct
 from amct.errors import ArgumentError, ExportError
+from amct.pytorch.onnx.torch_exporter import root_cause
 from integer_kernels import count_integer_kernels
 
 NETS = (
@@ -297,3 +298,8 @@ def test_weights_that_are_all_zero_are_saved(layer, tmp_path):
     entry = quantized.record["2"]
     bound = entry.scale_d * entry.scale_w[0] / 2 + (max(expected.max(), 0) - min(expected.min(), 0)) / 255
     assert np.abs(got - expected).max() <= bound
+
+
+def test_colors_of_torchs_messages_are_left_out():
+    error = RuntimeError("Failed to convert. \x1b[96mThis is step 3/3\x1b[0m of exporting.")
+    assert root_cause(error) == "Failed to convert. This is step 3/3 of exporting"

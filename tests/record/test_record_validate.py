@@ -89,7 +89,7 @@ MISTAKES = [
     Mistake("convl", CONV, r'layer "convl": the model has no such layer\. Did you mean "conv1"\?'),
     Mistake("relu", CONV, 'layer "relu": a layer of type ReLU cannot be quantized here: it has no weights; remove'),
     Mistake(
-        "conv1", conv(scale_d=None), "Cannot find scale_d of layer 'conv1' in record file: calibration was not comp"
+        "conv1", conv(scale_d=None), "Cannot find scale_d of layer 'conv1' in record file: the entry is not complete"
     ),
     Mistake("conv1", conv(offset_d=None), "Cannot find offset_d of layer 'conv1' in record file"),
     Mistake("conv1", conv(scale_w=()), "scale_w is missing; was the model's quantization step run"),
@@ -205,7 +205,7 @@ def test_an_expected_layer_without_an_entry_stays_float_with_a_note():
     [
         ((1, 2), r"seen 1 of 2 batches; run 1 more forward pass \(or lower batch_num\)"),
         ((0, 4), r"seen 0 of 4 batches; run 4 more forward passes \(or lower batch_num\)"),
-        ((2, 2), "calibration was not completed"),
+        ((2, 2), "the entry is not complete; run calibration again"),
     ],
 )
 def test_a_missing_scale_tells_how_many_batches_are_missing(progress, message):

@@ -89,6 +89,8 @@ def create_quant_config(
         activation_offset=activation_offset,
         config_defination=config_defination,
     )
+    for name in skip_layers or ():
+        check_types("create_quant_config", {"each name in skip_layers": (name, (str,))})
     path = output_file(config_file, "config_file")
     text = read_bytes(config_defination) if config_defination is not None else None
     layers = cached_trace(model, input_data).config_layers()

@@ -99,7 +99,7 @@ class _Findings:
                 f"pass{'' if more == 1 else 'es'} (or lower batch_num)"
             )
         else:
-            message += ": calibration was not completed; run at least batch_num forward passes before saving"
+            message += ": the entry is not complete; run calibration again, at least batch_num forward passes"
         self.problems.append(Problem(message, self.record.where(layer)))
 
     def raise_if_any(self) -> None:

@@ -226,6 +226,15 @@ def test_saving_with_another_record_is_a_clear_error(flow, content, message, qua
     assert not list(flow.folder.glob("net*"))
 
 
+def test_a_layer_that_keeps_all_channels_is_told_what_would_prune_it(flow, caplog):
+    caplog.set_level("INFO")
+    flow.create(filters(0.3, ascend=True))
+    reason = "prune_ratio 0.3 leaves all of its 32 channels, because ascend_optimized rounds their number up to a "
+    assert f"{reason}multiple of 16; prune_ratio 0.5 or ascend_optimized: false would prune it" in caplog.text
+    flow.create(filters(0.5, ascend=True))
+    assert "leaves all of its 32" not in caplog.text.rpartition(reason)[2]
+
+
 @pytest.mark.parametrize("config", [filters(0.3), MIXED])
 def test_a_record_serves_a_second_save(flow, config):
     trained = flow.trained(config)

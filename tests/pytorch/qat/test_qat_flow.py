@@ -191,7 +191,10 @@ def test_saving_before_training_says_what_to_do(tmp_path):
     ("content", "message"),
     [
         (lambda _: {"weight": torch.ones(2)}, 'lacks "c1.weight".*the model has no "weight"'),
-        (lambda _: net().state_dict(), "it is the state of a float model, without"),
+        (
+            lambda _: net().state_dict(),
+            "the state_dict of the float model, not of the trainable one: it lacks",
+        ),
         (lambda model: {**model.state_dict(), "c1.weight": torch.ones(2)}, r'"c1.weight" has shape \[2\]'),
         (lambda _: {"epoch": 3}, "holds no state_dict; it has epoch"),
         (lambda _: [1, 2], "holds no state_dict"),

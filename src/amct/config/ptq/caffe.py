@@ -103,7 +103,10 @@ class CaffePtq(PtqDialect):
         """Scales per channel and SNQ where this layer or type cannot have them."""
         if block.weight.given.get("channel_wise") is True and self.is_per_tensor(layer):
             what = "AVE pooling" if layer.average_pooling else layer.type
-            yield f"{WEIGHT_KEY}.channel_wise", f"channel_wise must be false, {what} has no channels of its own"
+            yield (
+                f"{WEIGHT_KEY}.channel_wise",
+                f"channel_wise must be false, {what} has one scale for all weights",
+            )
         if _lacks_snq(layer, block.weight):
             allowed = ", ".join(name for name, item in self.types.items() if item.snq)
             yield WEIGHT_KEY, f"snq_quantize is only for {allowed}. Use arq_quantize."

@@ -86,7 +86,10 @@ class PyTorchPtq(PtqDialect):
         if _is_ada(block.weight) and not capability.ada:
             yield WEIGHT_KEY, f"ada_quantize is only for {_types('ada')}. Use arq_quantize."
         if weight.get("channel_wise") is True and not capability.channel_wise:
-            yield f"{WEIGHT_KEY}.channel_wise", f"channel_wise must be false, {layer.type} has no channels of its own"
+            yield (
+                f"{WEIGHT_KEY}.channel_wise",
+                f"channel_wise must be false, {layer.type} has one scale for all weights",
+            )
         if weight.get("num_bits") in (6, 7) and not (capability.odd_bits or _is_ada(block.weight)):
             what = f"weights of 6 or 7 bits are only for {_types('odd_bits')}, not for {layer.type}"
             yield f"{WEIGHT_KEY}.num_bits", what

@@ -108,7 +108,10 @@ class QatDialect(QuantDialect):
     def unsupported(self, layer: LayerInfo, block: QuantBlock) -> Iterator[tuple[str, str]]:
         """Scales per channel where this layer or type cannot have them."""
         if block.weight.given.get("channel_wise") is True and not self.types[layer.type].channel_wise:
-            yield f"{WEIGHT_KEY}.channel_wise", f"channel_wise must be false, {layer.type} has no channels of its own"
+            yield (
+                f"{WEIGHT_KEY}.channel_wise",
+                f"channel_wise must be false, {layer.type} has one scale for all weights",
+            )
 
     @abstractmethod
     def fit(self, layer: LayerInfo, block: QuantBlock, note: Callable[[str, str], None]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class PyTorchQat(QatDialect):
             what = "4-bit weights need one group and an even number of input channels, INT8 is used for these layers"
             note(f"{WEIGHT_KEY}.dst_type", what)
         if (activation, weight) == ("INT4", "INT8"):
-            what = "INT4 activations with INT8 weights is a pair that AMCT does not train, taken as asked for"
+            what = "AMCT does not train INT4 activations with INT8 weights, here they are trained"
             note(f"{DATA_KEY}.dst_type", what)
         if activation == "INT16" and not can_int16(layer):
             what = "INT16 activations can be trained, but not deployed to a chip, for these layers"

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from amct.pytorch.inputs import IoNames
 
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _UNKNOWN_OPERATOR = re.compile(r"OpOverload\(op='(?P<name>[\w.]+)', overload='(?P<overload>\w+)'\)")
 Graph = Any  # onnx_ir.Graph; its types are not published
 GraphValue = Any
@@ -238,10 +239,10 @@ def _place_of(operator: str, program: ExportedProgram) -> str:
 
 
 def root_cause(error: BaseException) -> str:
-    """The message of the innermost exception, which torch.onnx wraps in general advice."""
+    """The message of the innermost exception, which torch.onnx wraps in general advice, without its colors."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return failure_of(error).reason
+    return _COLORS.sub("", failure_of(error).reason)
 
 
 def _restore_names(model: Any) -> None:  # noqa: ANN401  onnx_ir.Model ships partial types

@@ -7,6 +7,7 @@ reads a chain ends it, and none of its layers is pruned.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from torch import nn
 
 from amct.config.layers import SELECTIVE_PRUNE_TYPES, LayerInfo, LayerList
 from amct.model import Skip
-from amct.numerics.pruning import balanced_l2_scores, lowest_channels, remaining_channels
+from amct.numerics.pruning import ASCEND_CHANNELS, balanced_l2_scores, lowest_channels, remaining_channels
 from amct.numerics.settings import FilterPruneSettings
 from amct.pytorch.capture.program_reader import Operation, Program, Value
 from amct.pytorch.pruning.channels import argument, described, positive
@@ -339,22 +340,37 @@ def chain_skips(
     for chain in chains:
         for link in chain.producers:
             if link.name not in pruned:
-                reasons[link.name] = chain.ended or f"the ratio leaves all of its {chain.size} channels"
+                reasons[link.name] = chain.ended or _left_whole(chain, plan)
     sparse = {layer.name for layer in plan.selective}
     return tuple(Skip(name, reason) for name, reason in reasons.items() if name not in sparse)
 
 
-def remaining_count(chain: Chain, plan: PrunePlan) -> int:
-    """How many channels of a chain its plan leaves."""
+def _left_whole(chain: Chain, plan: PrunePlan) -> str:
+    """Why the plan removes no channel of a chain, and what would."""
+    size, (ratio, ascend) = chain.size, _ratio(chain, plan)
+    reason = f"prune_ratio {ratio:g} leaves all of its {size} channels"
+    if not ascend or remaining_channels(size, ratio, groups=chain.prune_group) == size:
+        return reason
+    below = (size - 1) // ASCEND_CHANNELS * ASCEND_CHANNELS
+    larger = f"prune_ratio {math.ceil(100 * (size - below) / size) / 100:g} or " if below else ""
+    return (
+        f"{reason}, because ascend_optimized rounds their number up to a multiple of {ASCEND_CHANNELS}; "
+        f"{larger}ascend_optimized: false would prune it"
+    )
+
+
+def _ratio(chain: Chain, plan: PrunePlan) -> tuple[float, bool]:
+    """The ratio of a chain, and whether what is left is rounded for Ascend."""
     layers = {layer.name: layer.settings for layer in plan.filters}
     settings = (layers[link.name] for link in chain.producers)
     filters = [each for each in settings if isinstance(each, FilterPruneSettings)]
-    return remaining_channels(
-        chain.size,
-        min(each.prune_ratio for each in filters),
-        ascend=any(each.ascend_optimized for each in filters),
-        groups=chain.prune_group,
-    )
+    return min(each.prune_ratio for each in filters), any(each.ascend_optimized for each in filters)
+
+
+def remaining_count(chain: Chain, plan: PrunePlan) -> int:
+    """How many channels of a chain its plan leaves."""
+    ratio, ascend = _ratio(chain, plan)
+    return remaining_channels(chain.size, ratio, ascend=ascend, groups=chain.prune_group)
 
 
 def chosen_chains(traced: Traced, plan: PrunePlan, chains: Sequence[Chain]) -> list[PruneRecord]:

@@ -134,7 +134,7 @@ def _problems(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     ]
     found = []
     if missing and all("quantizer." in key for key in missing) and not unknown:
-        found.append(f"it is the state of a float model, without {_listed(missing)}")
+        found.append(f"it is the state_dict of the float model, not of the trainable one: it lacks {_listed(missing)}")
     else:
         found += [f"it lacks {_listed(missing)}"] if missing else []
         found += [f"the model has no {_listed(unknown)}"] if unknown else []
