@@ -253,6 +253,30 @@ def test_bad_input_is_one_error_and_nothing_is_written(folder, capsys, arguments
     assert not (folder / "out").exists()
 
 
+def test_pictures_that_only_the_calibration_can_take_are_refused_before_a_file_is_written(folder, capsys):
+    from PIL import Image
+
+    from amct_caffe import caffe
+
+    (folder / "any.prototxt").write_text(PROTOTXT[: PROTOTXT.index('layer { name: "fc"')])
+    caffe.Net("any.prototxt", caffe.TEST).save("any.caffemodel")
+    (folder / "pictures").mkdir()
+    Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(folder / "pictures" / "a.png")
+    arguments = ["quantize", "any.prototxt", "any.caffemodel", "--data", "pictures", "--size", "12", "-o", "out/net"]
+    assert main(arguments) == 2
+    assert "would be 12 x 12, but the model's input is 8 x 8" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+    assert main([*arguments, "--formats", "deploy,record", "--no-check"]) == 0
+
+
+@pytest.mark.parametrize(("option", "name"), [("--report", "net_report.html"), ("--resume", "net.calibration.npz")])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_a_file_is_written(folder, capsys, option, name):
+    (folder / "out" / name).mkdir(parents=True)
+    assert main(["quantize", "net.prototxt", "net.caffemodel", "--data", "data.npy", "-o", "out/net", option]) == 2
+    assert name in capsys.readouterr().err
+    assert [path.name for path in (folder / "out").iterdir()] == [name]
+
+
 @pytest.mark.parametrize("model", [["net.prototxt", "net.caffemodel"], ["my_nets_of_quantize_test:build"]])
 def test_one_line_tells_the_numbers_of_each_file(folder, capsys, model):
     arguments = ["quantize", *model, "--data", "data.npy", "--batch-size", "2", "-o", "out/net", "--report"]

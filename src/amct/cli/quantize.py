@@ -87,7 +87,7 @@ def quantize(  # noqa: PLR0913  the options of a command
         caffe = _CaffeOptions(equalize=equalize, custom_proto=custom_proto)
         state = files.calibration(resume=resume)
         with processes() as prints:
-            quantized, batches = _quantized(model, weights, data, config, caffe, state)
+            quantized, batches = _quantized(model, weights, data, config, caffe, files, state)
             ranks = _ranks()
         if prints:
             result = _result(quantized, batches, files)
@@ -127,12 +127,15 @@ class _Files:
     run_files: bool
 
     def check(self) -> None:
-        """Check the output folder, the formats and the placement before quantization starts."""
+        """Check the output folder, the report, the formats and the placement before quantization starts."""
         from amct import atomic
+        from amct.arguments import output_file
         from amct.export.formats import check_formats
         from amct.export.request import ExportOptions
 
         atomic.check_writable(self._where.folder)
+        if self.page is not None:
+            output_file(self.page, "--report")
         check_formats(self._names())
         ExportOptions(placement=self.placement)
 
@@ -151,6 +154,22 @@ class _Files:
 
         name = f"{self._where.prefix}.calibration.npz".removeprefix(".")
         return CalibrationFile(path=self._where.folder / name, read=resume, removed_by_caller=True)
+
+    def check_size(self, data: DataOptions, declared: tuple[int, ...]) -> None:
+        """Check that pictures have the size that the prototxt declares, as the QDQ file takes no other one.
+
+        Raises:
+            ArgumentError: They have another size.
+        """
+        given = data.picture_shape()
+        has_qdq = self.formats is None or "qdq" in self._names()
+        if given is None or len(declared) != len(given) + 1 or given[1:] == declared[2:] or not has_qdq:
+            return
+        sizes = [" x ".join(map(str, shape)) for shape in (given[1:], declared[2:])]
+        raise ArgumentError(
+            f"the pictures would be {sizes[0]}, but the model's input is {sizes[1]}, and the QDQ file takes only that "
+            "size. Leave out --size and --crop, change the size in the prototxt, or write other --formats"
+        )
 
     @property
     def page(self) -> Path | None:
@@ -184,6 +203,7 @@ def _quantized(
     data: DataOptions,
     config: Path | None,
     caffe: _CaffeOptions,
+    files: _Files,
     state: CalibrationFile,
 ) -> tuple[QuantizedModel, FirstBatches]:
     """Quantize a model; return it with its calibration batches."""
@@ -193,7 +213,10 @@ def _quantized(
         import amct.caffe
         from amct.caffe.prototxt import input_shape
 
-        batches = FirstBatches(data.fitting(input_shape(model, caffe["custom_proto"])).stored())
+        declared = input_shape(model, caffe["custom_proto"])
+        data = data.fitting(declared)
+        files.check_size(data, declared)
+        batches = FirstBatches(data.stored())
         return amct.caffe.quantize(model, weights, batches, config=config, resume=state, **caffe), batches
     if model.endswith(ONNX_ENDING):
         import amct.onnx_model
