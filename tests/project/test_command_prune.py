@@ -104,3 +104,12 @@ def test_a_factory_in_a_named_file(folder, capsys):
     (folder / "nets" / "my-net.py").write_text(NET)
     assert main(["prune", "./nets/my-net.py:net", "--input-shape", "1,3,8,8", "-o", "out/n"]) == 0
     assert "wrote" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("size", ["100000", "9" * 5000])
+def test_a_size_beyond_any_picture_is_one_line(capsys, size):
+    assert main(["quantize", "prunednet:net", "--data", "data.npy", "--size", size, "-o", "out/n"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --size: ")
+    assert error.count("\n") == 1

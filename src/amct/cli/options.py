@@ -45,7 +45,7 @@ Top1 = Annotated[
 ]
 
 _MOST_DIGITS = 9
-_MOST_PIXELS = 2**28
+_MOST_PIXELS = 2**26
 _PICTURE_INPUT_AXES = 4  # batch, channels, height, width
 
 
