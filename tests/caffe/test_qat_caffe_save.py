@@ -404,7 +404,7 @@ def test_a_net_whose_layers_fix_the_number_of_samples(tmp_path, monkeypatch):
     amct.create_quant_retrain_config("c.json", "net.prototxt", "net.caffemodel")
     retrained = ("net.prototxt", "net.caffemodel", "c.json", "m.prototxt", "m.caffemodel", "r.txt")
     amct.create_quant_retrain_model(*retrained)
-    settings = "max_iter: 2 test_interval: 2 test_iter: 1 snapshot: 2 base_lr: 0.001"
+    settings = "max_iter: 2 test_interval: 2 test_iter: 1 test_initialization: false snapshot: 2 base_lr: 0.001"
     Path("s.prototxt").write_text(f'net: "m.prototxt" lr_policy: "fixed" snapshot_prefix: "s" {settings}')
     solver = caffe.SGDSolver("s.prototxt")
     solver.net.copy_from("m.caffemodel")

@@ -340,7 +340,7 @@ def compare(
         if not isinstance(prepared, _CaffeResult):
             raise ArgumentTypeError("quantized_model: expected what amct.caffe.quantize returned")
         reference = float_side(float_model, custom_proto=custom_proto)
-        quantized = prepared.caffe_model(quantized_model.record)
+        quantized = prepared.caffe_model(quantized_model.qparams)
     else:
         reference, quantized = both_sides(float_model, quantized_model, custom_proto)
     return list(measure_nets(reference, quantized, data, inputs=inputs).layers.values())

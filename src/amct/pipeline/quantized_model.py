@@ -41,10 +41,11 @@ class QuantizedModel:
 
     Attributes:
         prepared: The folded model with quantized weights.
+        qparams: The quantization parameters of every layer.
 
     Args:
         prepared: As the attribute.
-        layers: The parameters of every layer.
+        layers: The quantization parameters of every layer.
         tensors: Those of tensors between the layers.
         examples: Calibration batches, on which files are checked.
         seconds: The CPU time of the quantization, which limits that of the check.
@@ -61,7 +62,7 @@ class QuantizedModel:
         weight_bytes: int = 0,
     ) -> None:
         self.prepared = prepared
-        self._layers = layers
+        self.qparams = layers
         self._tensors = tensors
         self._examples = examples
         self._seconds = seconds
@@ -70,7 +71,7 @@ class QuantizedModel:
     @cached_property
     def record(self) -> AnyRecord:
         """The parameters of every layer as AMCT's record has them."""
-        return self.prepared.record_of(self._layers)
+        return self.prepared.record_of(self.qparams)
 
     @cached_property
     def model(self) -> Any:  # noqa: ANN401  the door's kind of model
@@ -79,7 +80,7 @@ class QuantizedModel:
         PyTorch: an ordinary ``nn.Module`` in eval mode. ONNX: a ``ModelProto`` of standard operators. Caffe: a net of
         our engine.
         """
-        return self.prepared.simulation(self._layers)
+        return self.prepared.simulation(self.qparams)
 
     @cached_property
     def _run(self) -> Callable[[Any], Any]:
@@ -87,7 +88,7 @@ class QuantizedModel:
 
     @cached_property
     def _run_deploy(self) -> Callable[[Any], Any]:
-        return self.prepared.runner(self.prepared.simulation(self._layers, deploy=True))
+        return self.prepared.runner(self.prepared.simulation(self.qparams, deploy=True))
 
     def __call__(self, batch: object, *, inputs: BatchInputs | None = None, deploy: bool = False) -> Any:  # noqa: ANN401  the door's outputs
         """Run the simulated model on one batch.
@@ -170,9 +171,9 @@ class QuantizedModel:
             return []
         compared = None
         if check and request.models:
-            compared = reference(self.prepared, self._layers, self._examples, self._seconds)
+            compared = reference(self.prepared, self.qparams, self._examples, self._seconds)
             free_unused_models(self._weight_bytes)
-        return save_files(self.prepared.files(request, self._layers, self._tensors, compared))
+        return save_files(self.prepared.files(request, self.qparams, self._tensors, compared))
 
     def compare(
         self, data: object, inputs: BatchInputs | None = None, *, deploy: bool = False
@@ -185,7 +186,7 @@ class QuantizedModel:
             deploy: Compare the deploy model in integers instead of the simulation in float (Caffe).
         """
         batches = self.prepared.batches(data, inputs).with_originals()
-        models = self.prepared.compared_models(self._layers, deploy=deploy)
+        models = self.prepared.compared_models(self.qparams, deploy=deploy)
         measured = measure(*models, batches)
         return [measured.layers[name] for name in self.layers if name in measured.layers]
 
@@ -249,12 +250,12 @@ class QuantizedModel:
         file = qdq_file(listed)
         if file is None:
             return None
-        shown = FileLayers(self.prepared, file, self.prepared.output_tensors(self._layers))
+        shown = FileLayers(self.prepared, file, self.prepared.output_tensors(self.qparams))
         if not shown.shows_all(self._examples[0]):
             return None
         subject = self._report_subject(listed) if page is not None else None
         measured = measure(
-            self.prepared.compared_models(self._layers)[0],
+            self.prepared.compared_models(self.qparams)[0],
             shown,
             self.prepared.batches(data).with_originals(),
             statistics=subject.statistics() if subject is not None else None,
@@ -288,7 +289,7 @@ class QuantizedModel:
         if written is not None and not written.fits(first):
             file = written = None
         measured = measure(
-            *prepared.compared_models(self._layers),
+            *prepared.compared_models(self.qparams),
             batches,
             statistics=subject.statistics(),
             metric=metric,
@@ -304,7 +305,7 @@ class QuantizedModel:
         prepared = self.prepared
         return ReportSubject(
             model=prepared.name,
-            layers=tuple(prepared.report_layers(self._layers)),
+            layers=tuple(prepared.report_layers(self.qparams)),
             fused=prepared.fused_notes,
             skipped=prepared.skips,
             config=config_text(prepared.plan),
