@@ -347,3 +347,24 @@ def test_files_without_rows_are_read_as_before(tmp_path):
         assert [sample.values.tolist() for sample in open_samples(tmp_path / name)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(ParseError, match="not an array file"):
         open_samples(tmp_path / "damaged.npy")
+
+
+def test_the_end_of_data_keeps_nothing_of_the_caller_alive():
+    """The frames of a caller hold sessions of onnxruntime, whose threads must not be joined in a process forked later."""
+
+    class Held:
+        pass
+
+    def use(items):
+        held = Held()
+        for _ in items:
+            pass
+        return weakref.ref(held)
+
+    items = AheadIterator(iter(range(3)))
+    gc.disable()
+    try:
+        assert use(items)() is None
+    finally:
+        gc.enable()
+        items.close()

@@ -80,6 +80,8 @@ class _Shared(Generic[Item]):
                 item = self.ready.popleft()
                 self.changed.notify_all()
                 return item
+            if isinstance(self.error, StopIteration):
+                raise StopIteration(self.error.value)  # a new one: the stored one would keep the frames of the caller
             if self.error is not None:
                 raise self.error
             raise ArgumentError("nothing more can be taken: reading ahead has been closed")
