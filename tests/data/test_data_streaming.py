@@ -350,7 +350,7 @@ def test_files_without_rows_are_read_as_before(tmp_path):
 
 
 def test_the_end_of_data_keeps_nothing_of_the_caller_alive():
-    """The frames of a caller hold sessions of onnxruntime, whose threads must not be joined in a process forked later."""
+    """A caller holds sessions of onnxruntime, whose threads must not be joined in a process that is forked later."""
 
     class Held:
         pass
