@@ -84,7 +84,7 @@ NAMES = {
 ABILITIES = {
     "channel_wise on a linear layer": (
         of_layer("fc", "arq_quantize { @channel_wise: true }"),
-        'layer "fc": channel_wise must be false, Linear has no channels',
+        'layer "fc": channel_wise must be false, Linear has one scale for all weights',
     ),
     "channel_wise on the linear type": (
         of_type("Linear", "arq_quantize { @channel_wise: true }"),

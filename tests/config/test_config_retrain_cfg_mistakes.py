@@ -90,7 +90,7 @@ VALUES = {
     ),
     "channel_wise on a linear layer": (
         of_layer("fc", weight("arq_retrain { @channel_wise: true }")),
-        'layer "fc": channel_wise must be false, Linear has no channels',
+        'layer "fc": channel_wise must be false, Linear has one scale for all weights',
     ),
     "channel_wise on the linear type": (
         of_type("Linear", weight("ulq_retrain { @channel_wise: true }")),

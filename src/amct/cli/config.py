@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from amct.cli.model_pair import check_file
 from amct.cli.options import CustomProtoOption, JsonOption, ShapeOption
 from amct.cli.printing import aligned, show, show_json
 from amct.errors import ArgumentError
@@ -141,6 +142,7 @@ def _read(
 ) -> tuple[FullConfig, LayerList]:
     from amct.cli.model_layers import model_layers
 
+    check_file(str(config))
     dialect, layers = model_layers(model, input_shape, custom_proto)
     return _expanded(config, dialect, kind, layers), layers
 

@@ -52,6 +52,7 @@ def model_layers(model: str, input_shape: str | None, custom_proto: Path | None 
     """
     path = Path(model)
     if is_prototxt(model):
+        check_file(model)  # before torch is imported
         from amct.caffe.prototxt import layer_list
 
         return Framework.caffe, layer_list(path, custom_proto)
