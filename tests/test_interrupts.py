@@ -13,7 +13,7 @@ import pytest
 
 from amct.data import AheadIterator
 from amct.interrupts import raise_if_interrupted, remembered
-from amct.progress import track
+from amct.log import track
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals to one thread are a Unix thing")
 

@@ -204,7 +204,7 @@ def test_other_peoples_handlers_still_hear_ours(caplog):
 
 
 def test_importing_writes_and_creates_nothing(tmp_path):
-    program = "import logging, amct, amct.log, amct.progress, amct.schema; print(logging.getLogger().handlers)"
+    program = "import logging, amct, amct.log, amct.log, amct.schema; print(logging.getLogger().handlers)"
     environment = {**os.environ, "AMCT_LOG_LEVEL": "nonsense"}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True

@@ -117,7 +117,7 @@ def test_progress_bars():
     import pty
 
     program = """
-from amct.progress import bar
+from amct.log import bar
 with bar("Reading conv\\x1b[31;1mA", total=2) as advance:
     advance(2, description="Reading \\x1b]0;owned\\x07B")
 """

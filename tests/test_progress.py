@@ -9,14 +9,14 @@ import pytest
 from rich.progress import Task
 
 from amct.errors import ArgumentError
-from amct.progress import bar, rate_text, time_text, track
+from amct.log import bar, rate_text, time_text, track
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are a Unix thing")
 
 PROGRAM = """
 import logging, sys
 from amct import log
-from amct.progress import bar, track
+from amct.log import bar, track
 for item in track(range(3), "Reading [bold]net[0]"):
     print("out", item)
 with bar("Outer", total=2) as advance:
@@ -108,7 +108,7 @@ def test_on_a_terminal_nothing_is_seen_when_only_trouble_is_wanted(tmp_path, lev
 @posix_only
 def test_after_an_error_the_next_bar_works(tmp_path):
     program = """
-from amct.progress import bar, track
+from amct.log import bar, track
 try:
     for item in track(range(2), "First"):
         raise KeyError
@@ -149,7 +149,7 @@ def test_what_was_done_before_does_not_count_in_the_rate():
 def test_rate_and_time_are_seen_on_a_terminal(tmp_path):
     program = """
 import time
-from amct.progress import bar
+from amct.log import bar
 with bar("Calibrating", total=30, unit="batches", done=10) as advance:
     for _ in range(20):
         time.sleep(0.02)

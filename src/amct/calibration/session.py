@@ -35,9 +35,9 @@ from amct.calibration.streams import (
 )
 from amct.config.plan import OPEN_ENDED
 from amct.errors import ArgumentError, CalibrationError, did_you_mean
+from amct.log import ProgressBar
 from amct.numerics.observer import MergeableObserver
 from amct.numerics.qparams import Observed
-from amct.progress import ProgressBar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from amct import progress
+from amct import log
 from amct.errors import AmctError, CalibrationError
 from amct.export.check.batch import CALIBRATION, LARGEST_BATCH, MOST_SAMPLES, first_samples
 from amct.export.check.losses import SHARE, Outputs, Reference, fewest_batches
@@ -90,7 +90,7 @@ def measure(
         reference.watch(outputs=keep, inputs=watch_inputs) as run_reference,
         quantized.watch(outputs=compare) as run_quantized,
     ):
-        for batch, arguments in progress.track(batches, "Comparing"):
+        for batch, arguments in log.track(batches, "Comparing"):
             expected_layers.clear()
             expected, got = run_reference(arguments), run_quantized(arguments)
             if written is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from amct import progress
+from amct import log
 from amct.calibration import ALONE
 from amct.calibration.ranks import Meeting, fingerprint
 from amct.errors import AmctError, CalibrationError
@@ -76,7 +76,7 @@ def learn_rounding(
     cache = OutputCache(quantized, [layer.name for layer in layers])
     outputs = _FloatOutputs(preparation.fused.model, [layer.name for layer in layers], batches)
     learned: dict[str, QuantizedWeights] = {}
-    with progress.bar("AdaRound", len(layers)) as advance:
+    with log.bar("AdaRound", len(layers)) as advance:
         for layer in layers:
             advance(0, description=f"AdaRound {layer.name}")
             target = outputs.of(layer.name)
@@ -157,7 +157,7 @@ def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, divisi
     assert isinstance(settings, AdaRoundSettings)
     learning = Learning(**vars(settings), fast=division.fast)
     meeting = division.meeting(layer.name)
-    with progress.bar(f"  {layer.name}", max(settings.num_iteration, 1)) as advance:
+    with log.bar(f"  {layer.name}", max(settings.num_iteration, 1)) as advance:
         done = 0
 
         def report(iteration: int, _: int, __: float) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct import log, progress
+from amct import log
 from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup
 from amct.caffe.model import blob_shapes, caffe_batches, read_model, run_net, write_model
@@ -232,7 +232,7 @@ def _store(model: CaffeModel, use: Use, columns: torch.Tensor) -> None:
 def _sizes(net: Net, watched: Iterable[str], batches: Iterable[Batch]) -> dict[str, ChannelRanges]:
     statistics = {name: ChannelStatistics() for name in watched}
     seen = False
-    for batch in progress.track(batches, "Equalizing"):
+    for batch in log.track(batches, "Equalizing"):
         seen = True
         run_net(net, batch)
         for name, each in statistics.items():

@@ -22,8 +22,8 @@ from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained
 from amct.caffe.reporting import fused_notes, report_layers
 from amct.errors import ArgumentError, ArgumentTypeError, TrainingError
 from amct.export.request import RECORD, SavePath, SaveRequest
+from amct.log import bar
 from amct.model import Skip
-from amct.progress import bar
 from amct.report.content import Figure, TrainedClips, TrainingContent
 from amct.report.filling import ReportSubject, report_content
 from amct.report.page import write_page

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from amct import progress
+from amct import log
 from amct.calibration.streams import ObservedTensors
 from amct.errors import ExportError, TrainingError
 from amct.numerics.affine import integer_range
@@ -193,7 +193,7 @@ def observe_tensors(
     observed = ObservedTensors(watch.observers())  # layer inputs have their trained factors
     attached = watch.attach(model, observed)
     with torch.no_grad():
-        for args, kwargs in progress.track(batches, "Observing"):
+        for args, kwargs in log.track(batches, "Observing"):
             with attached.forward((args, kwargs)):
                 model(*args, **kwargs)
     attached.detach()
