@@ -35,8 +35,7 @@ from amct.config.prune.search import read_search_config
 from amct.config.ptq.caffe import CAFFE
 from amct.config.ptq.kv_cache import KV_CACHE
 from amct.config.ptq.pytorch import PYTORCH
-from amct.config.qat.caffe import CAFFE_QAT
-from amct.config.qat.pytorch import PYTORCH_QAT
+from amct.config.qat.dialect import CAFFE_QAT, PYTORCH_QAT
 from amct.data.lmdb import write_lmdb
 from amct.data.samples import Preparation, open_samples, read_mean
 from amct.errors import AmctError

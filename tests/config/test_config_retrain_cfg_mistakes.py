@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.qat.pytorch import PYTORCH_QAT
+from amct.config.qat.dialect import PYTORCH_QAT
 from amct.errors import ConfigError, ModelError, ParseError
 
 NETWORK = layers(

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from amct.config.full_config import explain
 from amct.config.prune import search as prune_search
 from amct.config.prune.dialect import COMPRESSION
-from amct.config.qat.caffe import CAFFE_QAT
-from amct.config.qat.pytorch import PYTORCH_QAT
+from amct.config.qat.dialect import CAFFE_QAT, PYTORCH_QAT
 from amct.errors import AmctError
 
 CAFFE = layers("data:Data", "conv1:Convolution", "relu1:ReLU", "fc:InnerProduct")

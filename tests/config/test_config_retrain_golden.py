@@ -8,7 +8,7 @@ import pytest
 from config_models import GOLDEN, RETRAIN, network_of
 
 from amct.config.prune.dialect import COMPRESSION
-from amct.config.qat.pytorch import PYTORCH_QAT
+from amct.config.qat.dialect import PYTORCH_QAT
 from amct.numerics.settings import (
     ArqRetrainSettings,
     FilterPruneSettings,

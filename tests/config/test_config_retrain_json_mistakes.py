@@ -7,7 +7,7 @@ import json
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.qat.pytorch import PYTORCH_QAT
+from amct.config.qat.dialect import PYTORCH_QAT
 from amct.errors import ConfigError, ConfigTypeError, ParseError
 
 NETWORK = layers(

@@ -11,8 +11,7 @@ import pytest
 from config_models import SAMPLES, layers, places_of
 
 from amct.config.prune.dialect import COMPRESSION, PRUNING
-from amct.config.qat.caffe import CAFFE_QAT
-from amct.config.qat.pytorch import PYTORCH_QAT
+from amct.config.qat.dialect import CAFFE_QAT, PYTORCH_QAT
 from amct.errors import ConfigError, ParseError
 from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 

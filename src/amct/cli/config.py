@@ -167,8 +167,7 @@ def _readers(dialect: Framework, kind: ConfigKind) -> tuple[_Reader, _Reader | N
     from amct.config.ptq.caffe import CAFFE
     from amct.config.ptq.kv_cache import KV_CACHE
     from amct.config.ptq.pytorch import PYTORCH
-    from amct.config.qat.caffe import CAFFE_QAT
-    from amct.config.qat.pytorch import PYTORCH_QAT
+    from amct.config.qat.dialect import CAFFE_QAT, PYTORCH_QAT
 
     table: dict[tuple[Framework, ConfigKind], tuple[_Reader, _Reader | None]] = {
         (Framework.pytorch, ConfigKind.ptq): (PYTORCH.expand_config, PYTORCH.read_config),

@@ -13,7 +13,7 @@ from amct.config.checks import ProblemList, check_settings
 from amct.config.full_config import Level, Origin
 from amct.config.plan import FORCE_FP16, NO_CONFIG, OPEN_ENDED
 from amct.config.ptq.pytorch import PYTORCH
-from amct.config.qat.pytorch import PYTORCH_QAT
+from amct.config.qat.dialect import PYTORCH_QAT
 from amct.config.simple_config import (
     FUSION_SKIPS,
     NO_BLOCK,

@@ -25,6 +25,7 @@ from amct.config.qat.dialect import (
     PRUNE_BLOCK,
     QUANT_BLOCKS,
     SWITCH_KEY,
+    PyTorchQat,
     QatExpander,
     asks_for,
     blocks_with,
@@ -32,7 +33,6 @@ from amct.config.qat.dialect import (
     part,
     where,
 )
-from amct.config.qat.pytorch import PyTorchQat
 from amct.config.registry import FILTER_PRUNE, SELECTIVE_PRUNE
 from amct.config.simple_config import (
     LAYER_OVERRIDES,

@@ -26,10 +26,10 @@ from amct.config.prune.dialect import (
 from amct.config.qat.dialect import (
     NAME_KEY,
     PRUNE_BLOCK,
+    PYTORCH_QAT,
     QUANT_BLOCKS,
     part,
 )
-from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.config.simple_config import (
     LAYER_OVERRIDES,
     TYPE_OVERRIDES,

@@ -8,15 +8,16 @@ quantization, for pruning. A name that is repeated in a skip list gives only a w
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from amct.config.checks import ProblemList
 from amct.config.dialect import QuantBlock, QuantDialect, label, warn_of_refused
 from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
-from amct.config.layers import LayerInfo, LayerList
+from amct.config.layers import CAFFE_RETRAIN_TYPES, QAT_TYPES, LayerInfo, LayerList, can_int16
 from amct.config.plan import FORCE_FP16, RetrainLayerPlan, RetrainPlan, reasons_not_quantized, settings_of
+from amct.config.registry import CAFFE_RETRAIN_ACTIVATION, CAFFE_RETRAIN_WEIGHT, RETRAIN_ACTIVATION, RETRAIN_WEIGHT
 from amct.config.simple_config import (
     NO_BLOCK,
     Blocks,
@@ -25,11 +26,14 @@ from amct.config.simple_config import (
     read_simple_config,
     sets,
 )
+from amct.numerics.settings import AtLeastOne, CheckedSettings, Version, bits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+    from amct.config.blocks import AlgorithmBlock
     from amct.config.json_reader import JsonNode
+    from amct.config.layers import LayerInfo
     from amct.config.registry import Algorithm
     from amct.errors import Position
     from amct.schema import TextMessage
@@ -292,3 +296,162 @@ class QatExpander:
         target = LayerBlock(name=layer.name, type=layer.type, data={SWITCH_KEY: enabled}, origins=origins)
         self.dialect.write(block, changed, target)
         return target
+
+
+# -- The configs of quantization-aware training of PyTorch models ------------------------------------------------------
+#
+# The JSON has AMCT's keys in AMCT's order: version, precision mode, number of batches, then the layers in model order.
+
+
+MODE_KEY = "fakequant_precision_mode"
+PRUNE_FIELDS = (PRUNE_BLOCK, "regular_prune_skip_layers", "regular_prune_skip_types")
+MANDATORY = ("version", "batch_num")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TorchGlobals(CheckedSettings):
+    version: Version = 1
+    fakequant_precision_mode: Literal["DEFAULT", "FORCE_FP16_QUANT"] = "DEFAULT"
+    batch_num: AtLeastOne = 1
+
+
+class PyTorchQat(QatDialect):
+    """The QAT types of torch.nn; bit widths are integer types, and only some pairs of them are possible."""
+
+    message = "AMCTPytorchProto.AMCTRetrainConfig"
+    schema = "pytorch"
+    types = QAT_TYPES
+    activations = RETRAIN_ACTIVATION
+    weight = RETRAIN_WEIGHT
+    globals = _TorchGlobals
+    optional_globals = frozenset({MODE_KEY})
+    part_name = "module"
+
+    def expand(self, simple: SimpleConfig, layers: LayerList, problems: ProblemList) -> FullConfig:
+        """The full config of a model; every field about pruning is reported."""
+        what = "is about pruning, which quantization-aware training does not do. Remove it, or compress the model."
+        for choice in simple.blocks.all():
+            for name in PRUNE_FIELDS if choice is simple.blocks.common else PRUNE_FIELDS[:1]:
+                if choice.block is not None and sets(choice.block, name):
+                    problems.add(f"{name} {what}", choice.block.where(name, 0))
+        return super().expand(simple, layers, problems)
+
+    def illegal(self, block: QuantBlock) -> Iterator[tuple[str, str]]:
+        """16-bit activations with 4-bit weights."""
+        if _types(block) == ("INT16", "INT4"):
+            key = WEIGHT_KEY if "dst_type" in block.weight.given else DATA_KEY
+            yield (
+                f"{key}.dst_type",
+                "INT16 activations cannot go with INT4 weights. Pairs that can: A8W8, A16W8, A8W4, A4W4.",
+            )
+
+    def fit(self, layer: LayerInfo, block: QuantBlock, note: Callable[[str, str], None]) -> dict[str, Any]:
+        """4-bit weights that cannot be packed become 8-bit; unusual combinations only give a warning."""
+        activation, weight = _types(block)
+        changed = {}
+        if weight == "INT4" and not layer.can_pack_int4:
+            weight = changed[f"{WEIGHT_KEY}.dst_type"] = "INT8"
+            what = "4-bit weights need one group and an even number of input channels, INT8 is used for these layers"
+            note(f"{WEIGHT_KEY}.dst_type", what)
+        if (activation, weight) == ("INT4", "INT8"):
+            what = "AMCT does not train INT4 activations with INT8 weights, here they are trained"
+            note(f"{DATA_KEY}.dst_type", what)
+        if activation == "INT16" and not can_int16(layer):
+            what = "INT16 activations can be trained, but not deployed to a chip, for these layers"
+            note(f"{DATA_KEY}.dst_type", what)
+        return changed
+
+    def global_nodes(
+        self, nodes: Mapping[str, JsonNode], root: JsonNode, model: LayerList, problems: ProblemList
+    ) -> Mapping[str, JsonNode]:
+        """Report missing mandatory fields."""
+        for key in MANDATORY:
+            if key not in nodes:
+                problems.add(f'the key "{key}" is missing. Add "{key}":1.', root.position)
+        return super().global_nodes(nodes, root, model, problems)
+
+    def written_globals(self, settings: CheckedSettings, given: Collection[str]) -> dict[str, Any]:
+        """The global fields as they are written: the precision mode only when it is not the default."""
+        written = super().written_globals(settings, given)
+        return {key: value for key, value in written.items() if (key, value) != (MODE_KEY, "DEFAULT")}
+
+
+def _types(block: QuantBlock) -> tuple[str, str]:
+    return block.activation.value("dst_type"), block.weight.value("dst_type")
+
+
+PYTORCH_QAT = PyTorchQat()
+
+
+# -- The configs of quantization-aware training of Caffe models --------------------------------------------------------
+#
+# The JSON has the guide's keys in the guide's order, layers in the order of the net. Two keys go beyond the guide and
+# are written only when given: ``batch_num`` (the simple config has it) and ``fixed_clip`` (false: given clips are
+# trained).
+
+
+DST_TYPES = {DATA_KEY: ("INT8", "INT16"), WEIGHT_KEY: ("INT8",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CaffeGlobals(CheckedSettings):
+    version: Version = 1
+    batch_num: AtLeastOne = 1
+
+
+class CaffeQat(QatDialect):
+    """The QAT types of Caffe; a bit width is a number, and the simple config can also give it by ``dst_type``."""
+
+    message = "AMCTCaffeProto.AMCTRetrainConfig"
+    schema = "caffe_config"
+    types = CAFFE_RETRAIN_TYPES
+    activations = CAFFE_RETRAIN_ACTIVATION
+    weight = CAFFE_RETRAIN_WEIGHT
+    globals = _CaffeGlobals
+    optional_globals = frozenset({"batch_num"})
+    part_name = "layer"
+
+    def read_choice(self, choice: Choice) -> QuantBlock:
+        """The algorithms of a message; ``dst_type`` gives ``num_bits`` where that is not given."""
+        block = super().read_choice(choice)
+        return QuantBlock(
+            activation=_with_dst_type(block.activation, part(choice, DATA_BLOCK), DATA_KEY),
+            weight=_with_dst_type(block.weight, part(choice, WEIGHT_BLOCK), WEIGHT_KEY),
+        )
+
+    def illegal(self, block: QuantBlock) -> Iterator[tuple[str, str]]:
+        """A ``dst_type`` that Caffe does not have, or that contradicts ``num_bits``."""
+        for key, half in ((DATA_KEY, block.activation), (WEIGHT_KEY, block.weight)):
+            dst_type = half.given.get("dst_type")
+            if dst_type is None:
+                continue
+            if dst_type not in DST_TYPES[key]:
+                yield (
+                    f"{key}.dst_type",
+                    f"{half.algorithm.message}.dst_type must be {' or '.join(DST_TYPES[key])}, got {dst_type}",
+                )
+            elif bits_of(dst_type) != half.value("num_bits"):
+                yield (
+                    f"{key}.num_bits",
+                    f"num_bits {half.value('num_bits')} contradicts dst_type {dst_type}. Keep one of them.",
+                )
+
+    def fit(self, layer: LayerInfo, block: QuantBlock, note: Callable[[str, str], None]) -> dict[str, Any]:  # noqa: ARG002  a dialect's signature
+        """Nothing changes: every layer can have every bit width."""
+        return {}
+
+
+def _with_dst_type(block: AlgorithmBlock, choice: Choice, key: str) -> AlgorithmBlock:
+    if choice.block is None or block.position is None:
+        return block
+    message = choice.block.get(block.algorithm.message)
+    if not message.has("dst_type"):
+        return block
+    dst_type, position = message.get("dst_type"), message.where("dst_type")
+    given, positions = {**block.given, "dst_type": dst_type}, {**block.positions, "dst_type": position}
+    if dst_type in DST_TYPES[key] and "num_bits" not in given:
+        given["num_bits"], positions["num_bits"] = bits_of(dst_type), position
+    return replace(block, given=given, positions=positions)
+
+
+CAFFE_QAT = CaffeQat()

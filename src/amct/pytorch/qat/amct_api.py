@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from amct import atomic
 from amct.arguments import output_file
 from amct.atomic import read_bytes
-from amct.config.qat.pytorch import PYTORCH_QAT
+from amct.config.qat.dialect import PYTORCH_QAT
 from amct.errors import TrainingError
 from amct.export.check.batch import batch_path
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
