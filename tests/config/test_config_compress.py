@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.full_config import explain
 from amct.config.prune.dialect import COMPRESSION, PRUNING
+from amct.config.simple_config import explain
 from amct.errors import ConfigError, ParseError
 from amct.numerics.settings import FilterPruneSettings, SelectivePruneSettings
 

@@ -9,8 +9,8 @@ from config_models import marked
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amct.config.full_config import format_json
 from amct.config.json_reader import MAX_DEPTH, read_json
+from amct.config.simple_config import format_json
 from amct.errors import ParseError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from config_models import ATTENTION, layers, marked, places_of
 
-from amct.config.full_config import explain
 from amct.config.ptq.kv_cache import KV_CACHE
+from amct.config.simple_config import explain
 from amct.errors import ArgumentError, CalibrationError, ConfigError, ConfigTypeError, ParseError
 from amct.numerics.settings import HfmgSettings, IfmrSettings
 

@@ -7,9 +7,9 @@ import json
 import pytest
 from config_models import CAFFE_RESNET, layers, marked, places_of
 
-from amct.config.full_config import explain
 from amct.config.layers import CAFFE_TYPES
 from amct.config.ptq.caffe import CAFFE
+from amct.config.simple_config import explain
 from amct.errors import ConfigError, ConfigTypeError, ParseError
 from amct.numerics.settings import ArqSettings, BatchNormUpdate, IfmrSettings
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from config_models import layers
 
-from amct.config.full_config import explain
 from amct.config.ptq.pytorch import PYTORCH
+from amct.config.simple_config import explain
 
 NETWORK = layers(
     "conv:Conv2d", "conv2:Conv2d", "conv3d:Conv3d", "pool:AvgPool2d", "fc:Linear", "fcnb:Linear", "rnn:LSTM",

@@ -7,8 +7,8 @@ import json
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.full_config import explain
 from amct.config.qat.dialect import CAFFE_QAT
+from amct.config.simple_config import explain
 from amct.errors import ConfigError, ConfigTypeError, ParseError
 from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 

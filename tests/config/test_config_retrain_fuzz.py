@@ -9,10 +9,10 @@ from config_models import RETRAIN, SAMPLES, layers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from amct.config.full_config import explain
 from amct.config.prune import search as prune_search
 from amct.config.prune.dialect import COMPRESSION
 from amct.config.qat.dialect import CAFFE_QAT, PYTORCH_QAT
+from amct.config.simple_config import explain
 from amct.errors import AmctError
 
 CAFFE = layers("data:Data", "conv1:Convolution", "relu1:ReLU", "fc:InnerProduct")

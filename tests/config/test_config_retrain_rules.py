@@ -8,9 +8,9 @@ import pytest
 from config_models import layers
 
 from amct.config import registry
-from amct.config.full_config import explain
 from amct.config.layers import FILTER_PRUNE_TYPES, QAT_TYPES, SELECTIVE_PRUNE_TYPES
 from amct.config.qat.dialect import PYTORCH_QAT
+from amct.config.simple_config import explain
 from amct.numerics.settings import CaffeUlqSettings, SettingsError, UlqSettings
 from amct.schema import descriptor
 

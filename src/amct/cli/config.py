@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from amct.cli.model_layers import Framework
-    from amct.config.full_config import ExplainedSetting, FullConfig
     from amct.config.layers import LayerList
+    from amct.config.simple_config import ExplainedSetting, FullConfig
 
     _Reader = Callable[[bytes, str, LayerList], FullConfig]
 
@@ -122,7 +122,7 @@ def explain(
 
     Example: amct config explain quant.cfg --model deploy.prototxt --layer conv1
     """
-    from amct.config.full_config import explain as explain_config
+    from amct.config.simple_config import explain as explain_config
 
     full, layers = _read(config, model, input_shape, kind, custom_proto)
     rows = explain_config(full)

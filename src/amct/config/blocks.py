@@ -11,10 +11,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from amct.config.checks import check_settings, show
-from amct.config.full_config import DEFAULT, Level, Origin
 from amct.config.json_reader import JsonNode, read_json
 from amct.config.registry import find_algorithm
-from amct.config.simple_config import Named, check_layer_names, without_repeats
+from amct.config.simple_config import DEFAULT, Level, Named, Origin, check_layer_names, without_repeats
 from amct.errors import Position
 
 if TYPE_CHECKING:

@@ -23,9 +23,18 @@ from amct.config.blocks import (
     read_json_object,
 )
 from amct.config.checks import ProblemList
-from amct.config.full_config import FullConfig, LayerBlock, Level, Origin
 from amct.config.layers import LayerInfo, LayerList
-from amct.config.simple_config import LAYER_OVERRIDES, TYPE_OVERRIDES, check_layer_names, check_type_names, named
+from amct.config.simple_config import (
+    LAYER_OVERRIDES,
+    TYPE_OVERRIDES,
+    FullConfig,
+    LayerBlock,
+    Level,
+    Origin,
+    check_layer_names,
+    check_type_names,
+    named,
+)
 from amct.schema import ExtraField, descriptor, parse_text
 
 if TYPE_CHECKING:

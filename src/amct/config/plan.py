@@ -11,16 +11,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from amct.config.checks import checked_settings
-from amct.config.full_config import Level
 from amct.config.registry import find_algorithm
+from amct.config.simple_config import Level
 from amct.numerics.settings import FilterPruneSettings, SelectivePruneSettings
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from amct.config.full_config import LayerBlock
     from amct.config.layers import LayerList
     from amct.config.registry import Algorithm
+    from amct.config.simple_config import LayerBlock
     from amct.errors import Problem
     from amct.numerics.settings import (
         ActivationSettings,

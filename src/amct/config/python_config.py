@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from amct.atomic import read_bytes
 from amct.config.checks import ProblemList, check_settings
-from amct.config.full_config import Level, Origin
 from amct.config.plan import FORCE_FP16, NO_CONFIG, OPEN_ENDED
 from amct.config.ptq.pytorch import PYTORCH
 from amct.config.qat.dialect import PYTORCH_QAT
@@ -20,7 +19,9 @@ from amct.config.simple_config import (
     Blocks,
     Choice,
     LayerConfig,
+    Level,
     Named,
+    Origin,
     RetrainEntry,
     SimpleConfig,
     without_repeats,
@@ -40,10 +41,10 @@ from amct.numerics.settings import (
 
 if TYPE_CHECKING:
     from amct.config.dialect import Dialect
-    from amct.config.full_config import FullConfig
     from amct.config.layers import LayerList
     from amct.config.plan import Plan, RetrainPlan
     from amct.config.ptq.dialect import PtqDialect
+    from amct.config.simple_config import FullConfig
 
 
 SOURCE = "config"

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from amct.calibration import CalibrationResult
-    from amct.config.full_config import FullConfig
     from amct.config.ptq.kv_cache import KvCacheLayerPlan
+    from amct.config.simple_config import FullConfig
     from amct.pytorch.layer_hooks import Arguments
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from amct.config.blocks import AlgorithmBlock, check_block, read_algorithm
 from amct.config.checks import ProblemList
 from amct.config.dialect import label, warn_of_refused
-from amct.config.full_config import FullConfig, LayerBlock, Level, Origin
 from amct.config.layers import FILTER_PRUNE_TYPES, QAT_TYPES, SELECTIVE_PRUNE_TYPES, LayerInfo, LayerList
 from amct.config.plan import CompressionPlan, PruneLayerPlan, PrunePlan, settings_of
 from amct.config.qat.dialect import (
@@ -39,6 +38,10 @@ from amct.config.simple_config import (
     TYPE_OVERRIDES,
     Blocks,
     Choice,
+    FullConfig,
+    LayerBlock,
+    Level,
+    Origin,
     RetrainEntry,
     SimpleConfig,
     check_layer_names,

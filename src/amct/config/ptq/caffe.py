@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from amct.config.blocks import AlgorithmBlock, known_members
 from amct.config.checks import check_settings
 from amct.config.dialect import QuantBlock, label
-from amct.config.full_config import Level, Origin
 from amct.config.layers import CAFFE_ACTIVATION_BITS, CAFFE_TYPES, CAFFE_WEIGHT_BITS
 from amct.config.ptq.dialect import DATA_KEY, WEIGHT_KEY, PtqDialect
 from amct.config.registry import CAFFE_WEIGHT
+from amct.config.simple_config import Level, Origin
 from amct.numerics.settings import (
     AtLeastOne,
     BatchNormUpdate,
@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from amct.config.checks import ProblemList
-    from amct.config.full_config import LayerBlock
     from amct.config.json_reader import JsonNode
     from amct.config.layers import LayerInfo, LayerList
     from amct.config.ptq.dialect import Note
-    from amct.config.simple_config import Choice, SimpleConfig
+    from amct.config.simple_config import Choice, LayerBlock, SimpleConfig
     from amct.schema import TextMessage
 
 UPDATE_KEY = "bn_update_config"

@@ -10,12 +10,16 @@ from amct.config import registry
 from amct.config.blocks import AlgorithmBlock, check_skip_fusion
 from amct.config.checks import ProblemList, show
 from amct.config.dialect import QuantBlock, QuantDialect, label, warn_of_refused
-from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
 from amct.config.layers import MIGRATION_RANGE, LayerInfo, LayerList
 from amct.config.plan import FORCE_FP16, NO_CONFIG, LayerPlan, Plan, reasons_not_quantized, settings_of
 from amct.config.simple_config import (
+    DEFAULT,
     FUSION_SKIPS,
+    FullConfig,
+    LayerBlock,
+    Level,
     Named,
+    Origin,
     SimpleConfig,
     check_batch_num,
     check_layer_names,

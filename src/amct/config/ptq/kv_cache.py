@@ -20,13 +20,17 @@ from amct.config.blocks import (
 )
 from amct.config.checks import ProblemList, check_settings, nowhere, show
 from amct.config.dialect import Dialect
-from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
 from amct.config.layers import KV_CACHE_TYPES, LayerInfo, LayerList
 from amct.config.plan import settings_of
 from amct.config.registry import activation_algorithms, find_algorithm
 from amct.config.simple_config import (
+    DEFAULT,
     Choice,
+    FullConfig,
+    LayerBlock,
+    Level,
     Named,
+    Origin,
     check_layer_names,
     named,
     read_names,

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from amct.config.full_config import Level, Origin
 from amct.config.layers import ACTIVATION_BITS, ADA_BITS, ARQ_BITS, MIGRATION_RANGE, PTQ_TYPES, can_int16
 from amct.config.ptq.dialect import BALANCE_KEY, DATA_KEY, UNPACKABLE, WEIGHT_KEY, PtqDialect
 from amct.config.registry import PYTORCH_WEIGHT
-from amct.config.simple_config import LayerConfig
+from amct.config.simple_config import LayerConfig, Level, Origin
 from amct.numerics.settings import AtLeastOne, CheckedSettings, Names, Switch, Version, WeightRounding, WeightScale
 
 if TYPE_CHECKING:
@@ -20,10 +19,9 @@ if TYPE_CHECKING:
 
     from amct.config.blocks import AlgorithmBlock
     from amct.config.dialect import QuantBlock
-    from amct.config.full_config import LayerBlock
     from amct.config.layers import LayerInfo
     from amct.config.ptq.dialect import Note
-    from amct.config.simple_config import Choice, SimpleConfig
+    from amct.config.simple_config import Choice, LayerBlock, SimpleConfig
 
 MODE_KEY = "fakequant_precision_mode"
 

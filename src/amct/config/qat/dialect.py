@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from amct.config.checks import ProblemList
 from amct.config.dialect import QuantBlock, QuantDialect, label, warn_of_refused
-from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
 from amct.config.layers import CAFFE_RETRAIN_TYPES, QAT_TYPES, LayerInfo, LayerList, can_int16
 from amct.config.plan import FORCE_FP16, RetrainLayerPlan, RetrainPlan, reasons_not_quantized, settings_of
 from amct.config.registry import CAFFE_RETRAIN_ACTIVATION, CAFFE_RETRAIN_WEIGHT, RETRAIN_ACTIVATION, RETRAIN_WEIGHT
 from amct.config.simple_config import (
+    DEFAULT,
     NO_BLOCK,
     Blocks,
     Choice,
+    FullConfig,
+    LayerBlock,
+    Level,
+    Origin,
     SimpleConfig,
     read_simple_config,
     sets,
