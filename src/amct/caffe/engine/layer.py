@@ -50,7 +50,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from amct.caffe.engine.blob import Blob, Shape, current_device
-from amct.caffe.engine.fillers import lazy_fill
+from amct.caffe.engine.weights import lazy_fill
 from amct.errors import AmctError, ModelError, UnsupportedLayerError, did_you_mean
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from amct.caffe.engine.fillers import filler_function, lazy_fill
 from amct.caffe.engine.layer import Layer, register
 from amct.caffe.engine.messages import new_message
+from amct.caffe.engine.weights import filler_function, lazy_fill
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
