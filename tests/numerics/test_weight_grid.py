@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amct.numerics.weight_grid import (
+from amct.numerics.integer import (
     bias_integers,
     dequantized_bias,
     find_integer_weights,

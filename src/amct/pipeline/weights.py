@@ -12,11 +12,11 @@ from amct.errors import AmctError, ArgumentTypeError, CalibrationError
 from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale, fine_where_empty, fit_bias
 from amct.numerics.arq import arq, channels_first, from_channels_first, reorder_gates
 from amct.numerics.balancing import balance_activation, balance_weight, dmq
+from amct.numerics.integer import lowest_scale
 from amct.numerics.qparams import LayerQParams, QParams
 from amct.numerics.rounding import round_weight
 from amct.numerics.settings import AdaRoundSettings, ArqSettings
 from amct.numerics.snq import ClusteredWeight, absorb_multiplier, decode, pack_nibbles
-from amct.numerics.weight_grid import lowest_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

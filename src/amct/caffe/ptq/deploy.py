@@ -16,8 +16,8 @@ from amct.caffe.model import RECURRENT_TYPES
 from amct.caffe.prototxt import free_name
 from amct.caffe.ptq.insertion import insert_quant, taken_names
 from amct.caffe.ptq.quantized_weights import fitted_bias, may_overflow, real_blobs, sum_scale, with_bias
+from amct.numerics.integer import dequantized_bias
 from amct.numerics.qparams import LayerQParams, QParams
-from amct.numerics.weight_grid import dequantized_bias
 from amct.record import CaffeRecord
 from amct.record.conversion import caffe_layer_record
 

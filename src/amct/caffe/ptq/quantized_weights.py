@@ -13,13 +13,12 @@ from amct.caffe.ptq.folding import FusionReport, float_weight, fuse_after
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SymmetricScale, fit_bias, quantize_bias
 from amct.numerics.arq import WeightKind, arq, quantize_weight
-from amct.numerics.integer import worst_case_accumulator
+from amct.numerics.integer import bias_integers, dequantized_bias, worst_case_accumulator
+from amct.numerics.integer import sum_scale as step_of_sums
 from amct.numerics.qparams import QParams
 from amct.numerics.rounding import quantize_weight_cancelling_errors
 from amct.numerics.settings import ArqSettings, SnqSettings
 from amct.numerics.snq import snq
-from amct.numerics.weight_grid import bias_integers, dequantized_bias
-from amct.numerics.weight_grid import sum_scale as step_of_sums
 from amct.pipeline.weights import FloatWeight, QuantizedWeight, QuantizedWeights
 
 if TYPE_CHECKING:

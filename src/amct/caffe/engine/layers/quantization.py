@@ -17,7 +17,7 @@ import torch
 from amct.caffe.engine.layer import FoldedParameters, Layer, register
 from amct.errors import AmctError
 from amct.numerics.affine import check_factors, dequantize, fake_quantize, quantize
-from amct.numerics.weight_grid import find_integer_weights, integer_bias, sum_scale
+from amct.numerics.integer import find_integer_weights, integer_bias, sum_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,8 +10,7 @@ from torch.nn import functional
 from amct.caffe.engine.layer import Layer, count, register
 from amct.caffe.engine.layers.quantization import InputFactors, real_sums
 from amct.numerics.affine import fake_quantize, integer_range, quantize
-from amct.numerics.integer import integer_linear
-from amct.numerics.weight_grid import find_integer_weights, integer_bias, sum_scale
+from amct.numerics.integer import find_integer_weights, integer_bias, integer_linear, sum_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
