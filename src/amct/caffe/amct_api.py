@@ -21,8 +21,14 @@ from amct.caffe.engine import blob
 from amct.caffe.model import read_model, write_model
 from amct.caffe.prototxt import layer_infos, restore_in_place, start_function
 from amct.caffe.ptq.folding import check_global_statistics
-from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, fold_updated_statistics, refresh_statistics
-from amct.caffe.ptq.insertion import insert_ifmr
+from amct.caffe.ptq.graph import (
+    QuantGraph,
+    Stage,
+    check_graph,
+    fold_updated_statistics,
+    insert_ifmr,
+    refresh_statistics,
+)
 from amct.calibration import all_ranks
 from amct.calibration.record_files import progress_path
 from amct.config.ptq.caffe import CAFFE

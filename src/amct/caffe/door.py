@@ -24,8 +24,7 @@ from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.caffe.onnx.quant import qdq_observers
 from amct.caffe.prototxt import layer_infos
 from amct.caffe.ptq.equalization import divide_channels, find_factors
-from amct.caffe.ptq.graph import QuantGraph
-from amct.caffe.ptq.insertion import start_calibration
+from amct.caffe.ptq.graph import QuantGraph, start_calibration
 from amct.caffe.ptq.save import CaffeFiles, SaveNotes, results_with
 from amct.caffe.reporting import caffe_network, fused_notes, report_layers
 from amct.calibration import ALONE

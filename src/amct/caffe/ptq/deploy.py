@@ -14,7 +14,7 @@ from amct.caffe.engine.layers.integer import stays_integer
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import RECURRENT_TYPES
 from amct.caffe.prototxt import free_name
-from amct.caffe.ptq.insertion import insert_quant, taken_names
+from amct.caffe.ptq.graph import insert_quant, taken_names
 from amct.caffe.ptq.quantized_weights import fitted_bias, may_overflow, real_blobs, sum_scale, with_bias
 from amct.numerics.integer import dequantized_bias
 from amct.numerics.qparams import LayerQParams, QParams

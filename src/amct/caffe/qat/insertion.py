@@ -16,7 +16,7 @@ from amct.caffe.engine.messages import new_message
 from amct.caffe.model import read_model, read_training_model, write_model
 from amct.caffe.prototxt import layer_infos
 from amct.caffe.ptq.folding import FusionReport, fuse_after
-from amct.caffe.ptq.insertion import input_layer, taken_names, watched_blobs
+from amct.caffe.ptq.graph import input_layer, taken_names, watched_blobs
 from amct.config.qat.dialect import CAFFE_QAT
 from amct.model import Skip
 from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
