@@ -1,4 +1,4 @@
-"""The graph that ``init`` returns and the later functions take, and the layers that are put before the inputs of others.
+"""The graph that ``init`` returns and the later functions take, and the layers that are put before others' inputs.
 
 The graph holds the model, the plan and the stage of the flow. After weights were clustered, BatchNorm statistics can be
 updated by forward passes (``refresh_statistics``) and then folded without changing the clusters.
