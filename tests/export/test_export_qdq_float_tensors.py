@@ -65,7 +65,7 @@ def test_float_tensors_are_an_option_of_every_save():
     net, model = residual()
     factors, tensors = calibrate(net, model)
     options = ExportOptions(float_tensors=frozenset({"second_out"}))
-    request = ExportRequest(model=model, bindings=net.bindings(), factors=factors, tensors=tensors, options=options)
+    request = ExportRequest(model=model, bindings=net.bindings(), qparams=factors, tensors=tensors, options=options)
     exported = export("qdq", request)
     assert "second_out" not in exported.tensors
     assert [skip.layer for skip in exported.skipped] == ["second_out"]

@@ -33,7 +33,7 @@ def toy(request):
     nodes = {node.name: node for node in model.graph.node}
     for binding in request.bindings:
         tensor = stored[nodes[binding.node].input[1]]
-        scale = request.factors[binding.layer].scale_w.reshape(-1, 1, 1, 1)
+        scale = request.qparams[binding.layer].scale_w.reshape(-1, 1, 1, 1)
         rounded = np.rint(numpy_helper.to_array(tensor) / scale) * scale
         tensor.CopyFrom(numpy_helper.from_array(rounded.astype(np.float32), tensor.name))
     helper.set_model_props(model, {"toy.layers": str(len(request.bindings))})

@@ -5,7 +5,7 @@ AMCT writes them, so neither onnxruntime nor ONNX's checker accepts the file.
 
 ========================  ==============================================================================================
 ``<L>.quant``             AscendQuant: ``scale`` = 1/scale_d, ``offset``, ``dst_type``; one for all layers that read the
-                          same tensor with the same factors
+                          same tensor with the same parameters
 ``<L>.dequant``           AscendDequant: input 1 is ``<L>.dequant.param``, uint64, one or Cout values; the low 32
                           bits are the float32 scale_w · scale_d; ``dtype`` 0: float32, 1: float16
 INT4 weights              two values per byte along Cin, the even one in the low half
@@ -20,7 +20,7 @@ dequantized in place; x and the initial hidden state are quantized and dequantiz
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from onnx import TensorProto, helper
@@ -43,7 +43,7 @@ from amct.model.kinds import LayerKind
 from amct.numerics.affine import integer_range
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from onnx import ModelProto
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer_lookup import LayerBinding
     from amct.numerics.qparams import LayerQParams, QParams
 
+_Quantizers: TypeAlias = "dict[tuple[str, QParams], str]"
+"""The integers of a tensor by its name and its parameters: layers that read the same ones share them."""
 _RECURRENT_OPERATOR = {
     LayerKind.LSTM: "BasicLSTMInplaceFillWindowCache",
     LayerKind.GRU: "BasicGRUInplaceFillWindowCache",
@@ -65,37 +67,42 @@ _CHANNEL_IN_AXIS = {LayerKind.CONV: 1, LayerKind.CONV_TRANSPOSE: 0, LayerKind.LI
 def ascend_model(
     model: ModelProto,
     bindings: Sequence[LayerBinding],
-    factors: Mapping[str, LayerQParams],
+    qparams: Mapping[str, LayerQParams],
     *,
     kept: KeptWeights | None = None,
 ) -> ExportedModel:
-    """Convert a float ONNX model to its deploy form.
-
-    Args:
-        model: float model, BatchNorm folded; it is not changed.
-        bindings: the node of each layer.
-        factors: by layer name; a bound layer without factors stays float.
-        kept: takes the large weights of the result, which then refers to them; None: they are in its message.
+    """Convert a float ONNX model to its deploy form; the arguments are those of ``fake_quant_model``.
 
     Raises:
         ExportError: a node does not match its binding, a bias does not fit int32, an INT4 weight cannot be packed, or a
             recurrent layer has a form that Ascend's operators lack.
     """
-    graph, layers, skipped = find_layers(model, bindings, factors, kept)
-    quantizers: dict[tuple[str, QParams], str] = {}
+    return _converted(model, bindings, qparams, kept, _quantize_layer)
+
+
+def _converted(
+    model: ModelProto,
+    bindings: Sequence[LayerBinding],
+    qparams: Mapping[str, LayerQParams],
+    kept: KeptWeights | None,
+    convert: Callable[[OnnxGraph, Layer, _Quantizers], None],
+) -> ExportedModel:
+    """The model after every bound layer that has parameters was converted."""
+    graph, layers, skipped = find_layers(model, bindings, qparams, kept)
+    quantizers: _Quantizers = {}
     reports = []
     for layer in layers:
         before, output = len(graph.nodes), layer.output
-        if layer.kind.is_recurrent:
-            _replace_recurrent(graph, layer)
-        else:
-            _quantize_layer(graph, layer, quantizers)
+        convert(graph, layer, quantizers)
         reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]], output))
     share_weights(graph, layers)
     return ExportedModel(model=graph.build(), layers=tuple(reports), skipped=tuple(skipped), kept=kept)
 
 
-def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, QParams], str]) -> None:
+def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: _Quantizers) -> None:
+    if layer.kind.is_recurrent:
+        _replace_recurrent(graph, layer)
+        return
     straighten_gemm(graph, layer)
     _insert_quant(graph, layer, quantizers)
     if layer.weight is not None:
@@ -107,7 +114,7 @@ def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, 
     _insert_dequant(graph, layer)
 
 
-def _insert_quant(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, QParams], str]) -> None:
+def _insert_quant(graph: OnnxGraph, layer: Layer, quantizers: _Quantizers) -> None:
     qparams = layer.qparams.input
     tensor = insert_balance(graph, layer, layer.reader.input[0], _numpy_float(layer))
     key = (tensor, qparams)
@@ -246,7 +253,7 @@ def _dequant_dtype(layer: Layer) -> int:
 def fake_quant_model(
     model: ModelProto,
     bindings: Sequence[LayerBinding],
-    factors: Mapping[str, LayerQParams],
+    qparams: Mapping[str, LayerQParams],
     *,
     kept: KeptWeights | None = None,
 ) -> ExportedModel:
@@ -255,30 +262,26 @@ def fake_quant_model(
     Args:
         model: float model, BatchNorm folded; it is not changed.
         bindings: the node of each layer.
-        factors: by layer name; a bound layer without factors stays float.
+        qparams: by layer name; a bound layer without parameters stays float.
         kept: takes the large weights of the result, which then refers to them; None: they are in its message.
 
     Raises:
         ExportError: a node does not match its binding, or a bias does not fit int32.
     """
-    graph, layers, skipped = find_layers(model, bindings, factors, kept)
-    quantizers: dict[tuple[str, QParams], str] = {}
-    reports = []
     outputs: dict[str, str] = {}
-    for layer in layers:
-        before, output = len(graph.nodes), layer.output
+
+    def simulate(graph: OnnxGraph, layer: Layer, quantizers: _Quantizers) -> None:
         if layer.kind.is_recurrent:
             _recurrent(graph, layer)
         else:
             outputs[layer.name] = _simulate_layer(graph, layer, quantizers)
-        reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]], output))
-    share_weights(graph, layers)
-    exported = graph.build()
-    write_metadata(exported, outputs=outputs)
-    return ExportedModel(model=exported, layers=tuple(reports), skipped=tuple(skipped), kept=kept)
+
+    exported = _converted(model, bindings, qparams, kept, simulate)
+    write_metadata(exported.model, outputs=outputs)
+    return exported
 
 
-def _simulate_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, QParams], str]) -> str:
+def _simulate_layer(graph: OnnxGraph, layer: Layer, quantizers: _Quantizers) -> str:
     """Make a layer compute with integer values; returns the tensor of its dequantized output."""
     tensor = layer.reader.input[0]
     if not layer.is_wide_float:

@@ -153,18 +153,23 @@ class ExportRequest:
     Attributes:
         model: The float ONNX model, batch norms folded; exporters must not change it.
         bindings: The node of each quantized layer.
-        factors: The quantization factors of each layer.
-        tensors: Factors of the tensors between layers, by ONNX name; None if nothing was observed.
+        qparams: The quantization parameters of each layer.
+        tensors: Those of the tensors between layers, by ONNX name; None if nothing was observed.
         options: The user's options.
         kept: Takes the large weights of the exported model; None: they are in its message.
     """
 
     model: ModelProto
     bindings: Sequence[LayerBinding]
-    factors: Mapping[str, LayerQParams]
+    qparams: Mapping[str, LayerQParams]
     tensors: Mapping[str, Observed] | None = None
     options: ExportOptions = field(default_factory=ExportOptions)
     kept: KeptWeights | None = None
+
+    @property
+    def factors(self) -> Mapping[str, LayerQParams]:
+        """``qparams`` by the name that exporters of other packages may know."""
+        return self.qparams
 
 
 Exporter = Callable[[ExportRequest], "ModelProto | Exported | bytes"]
@@ -230,7 +235,7 @@ def export(name: str, request: ExportRequest, *, keep_weights: bool = False) -> 
 
     Args:
         name: The name of a registered format.
-        request: The model and its factors.
+        request: The model and its quantization parameters.
         keep_weights: Whether the exported model may refer to its large weights (``kept_weights.py``).
 
     Raises:
@@ -255,13 +260,13 @@ def export(name: str, request: ExportRequest, *, keep_weights: bool = False) -> 
 def _export_deploy(request: ExportRequest) -> ExportedModel:
     from amct.export.deploy import ascend_model
 
-    return ascend_model(request.model, request.bindings, request.factors, kept=request.kept)
+    return ascend_model(request.model, request.bindings, request.qparams, kept=request.kept)
 
 
 def _export_fake_quant(request: ExportRequest) -> ExportedModel:
     from amct.export.deploy import fake_quant_model
 
-    return fake_quant_model(request.model, request.bindings, request.factors, kept=request.kept)
+    return fake_quant_model(request.model, request.bindings, request.qparams, kept=request.kept)
 
 
 def _export_qdq(request: ExportRequest) -> ExportedModel:
@@ -270,7 +275,7 @@ def _export_qdq(request: ExportRequest) -> ExportedModel:
     return qdq_model(
         request.model,
         request.bindings,
-        request.factors,
+        request.qparams,
         tensors=request.tensors,
         placement=request.options.placement,
         target=request.options.target,

@@ -172,7 +172,7 @@ class OnnxFiles:
         return ExportRequest(
             model=self.model,
             bindings=bindings_by_name(self.model, self.layers, self.calls),
-            factors=self.layers,
+            qparams=self.layers,
             tensors=self.tensors,
             options=self.request.options,
         )
@@ -191,7 +191,7 @@ class OnnxFiles:
 
     def _simulation(self) -> ExportedModel:
         quantized = self._quantized
-        return fake_quant_model(quantized.model, quantized.bindings, quantized.factors, kept=KeptWeights())
+        return fake_quant_model(quantized.model, quantized.bindings, quantized.qparams, kept=KeptWeights())
 
     def _qdq_without(self, tensors: Collection[str]) -> ExportedModel:
         options = self.request.options.without(tensors)

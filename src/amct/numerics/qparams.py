@@ -130,46 +130,21 @@ class Observed(QParams):
     ) -> Self:
         """The parameters that cover the range ``minimum``..``maximum``, 0-d or ``[C]`` along ``axis``."""
         if minimum.ndim == maximum.ndim == 0 and minimum.is_cpu:
-            return cls.from_ends(
-                minimum.item(), maximum.item(), bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale
-            )
-        return cls._of_tensors(
-            minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale, axis=axis
-        )
-
-    @classmethod
-    def _of_tensors(
-        cls,
-        minimum: Tensor,
-        maximum: Tensor,
-        bits: int,
-        *,
-        asymmetric: bool,
-        symmetric_scale: SymmetricScale,
-        axis: int | None = None,
-    ) -> Self:
+            ends = minimum.item(), maximum.item()
+            found = scalar_factors(*ends, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
+            if found is not None:
+                step, shift, is_tiny = found
+                return cls(  # an array becomes a tensor in a third of the time that a number takes
+                    scale=torch.from_numpy(np.array(step)),
+                    offset=torch.from_numpy(np.array(shift, np.int32)),
+                    bits=bits,
+                    near_zero=torch.from_numpy(np.array(is_tiny)),
+                )
         scale, offset = scale_and_offset(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
         near_zero = scale == 1  # the fallback of scale_and_offset
         if bool(near_zero.any()):
             near_zero = is_near_zero(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
         return cls(scale=scale, offset=offset, bits=bits, axis=axis, near_zero=near_zero)
-
-    @classmethod
-    def from_ends(
-        cls, minimum: float, maximum: float, bits: int, *, asymmetric: bool, symmetric_scale: SymmetricScale
-    ) -> Self:
-        """The parameters of one range; ``from_range`` for numbers, which takes less time than for tensors."""
-        found = scalar_factors(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
-        if found is None:
-            ends = torch.tensor([minimum, maximum], dtype=torch.float64)
-            return cls._of_tensors(ends[0], ends[1], bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
-        scale, offset, near_zero = found
-        return cls(  # an array becomes a tensor in a third of the time that a number takes
-            scale=torch.from_numpy(np.array(scale)),
-            offset=torch.from_numpy(np.array(offset, np.int32)),
-            bits=bits,
-            near_zero=torch.from_numpy(np.array(near_zero)),
-        )
 
     def as_arrays(self) -> dict[str, NDArray[Any]]:
         """The same as arrays, to send it to another process; what it does not have is left out."""

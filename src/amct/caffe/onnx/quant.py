@@ -1,8 +1,8 @@
-"""A quantized Caffe net as a QDQ file: the float ONNX form of the folded net, and the factors of its record.
+"""A quantized Caffe net as a QDQ file: the float ONNX form of the folded net, and the parameters of its record.
 
 Placements and targets are those of every QDQ file (``amct.export.qdq``). Convolutions, inner products and local
 average poolings are exported as layers; the inputs of all other layers of the record ("data only") as tensors:
-placement ``fast`` prefers their factors to observed ones, placement ``exact`` quantizes each such input.
+placement ``fast`` prefers their parameters to observed ones, placement ``exact`` quantizes each such input.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def export_net(
     request = ExportRequest(
         model=form.model,
         bindings=parts.bindings,
-        factors=parts.factors,
+        qparams=parts.qparams,
         tensors={**tensors, **parts.tensors()} if is_qdq and tensors is not None else tensors,
         options=chosen,
     )
@@ -131,11 +131,11 @@ def _node_name(layer: str, index: int) -> str:
 
 @dataclass(eq=False)
 class _Parts:
-    """The factors of a record, sorted into layers, tensors and skipped layers for the exporter."""
+    """The quantization parameters of a record, sorted into layers, tensors and skipped layers for the exporter."""
 
     exported: NetOnnx
     bindings: list[LayerBinding] = field(default_factory=list)
-    factors: dict[str, LayerQParams] = field(default_factory=dict)
+    qparams: dict[str, LayerQParams] = field(default_factory=dict)
     data_only: dict[str, list[tuple[str, Observed]]] = field(default_factory=dict)
     """By layer: the tensors that it reads quantized."""
     skipped: list[Skip] = field(default_factory=list)
@@ -153,11 +153,11 @@ class _Parts:
         return parts
 
     def tensors(self) -> dict[str, Observed]:
-        """The factors of data-only layers by tensor; with several readers, those of the first."""
+        """The parameters of data-only layers by tensor; with several readers, those of the first."""
         found: dict[str, Observed] = {}
         for pairs in self.data_only.values():
-            for tensor, factors in pairs:
-                found.setdefault(tensor, factors)
+            for tensor, qparams in pairs:
+                found.setdefault(tensor, qparams)
         return found
 
     def add(self, name: str, qparams: LayerQParams) -> None:
@@ -193,7 +193,7 @@ class _Parts:
             # The 16 values of non-uniform weights lie on an 8-bit grid.
             weights = [replace(each, bits=NARROW) if each.bits == _TABLE_BITS else each for each in qparams.weights]
             own = replace(data, bits=self._bits(layer.name, data))
-            self.factors[binding.layer] = LayerQParams(inputs={0: own}, weights=tuple(weights))
+            self.qparams[binding.layer] = LayerQParams(inputs={0: own}, weights=tuple(weights))
 
     def _bits(self, layer: str, data: QParams) -> int:
         if data.bits <= NARROW:
@@ -220,7 +220,7 @@ class _Parts:
 
 
 def _with_data_only(result: ExportedModel, exported: NetOnnx, parts: _Parts, target: Target) -> ExportedModel:
-    """Quantize the inputs of data-only layers with the factors of the record."""
+    """Quantize the inputs of data-only layers with the parameters of the record."""
     if not parts.data_only:
         return result
     graph = OnnxGraph(result.model)
@@ -228,11 +228,11 @@ def _with_data_only(result: ExportedModel, exported: NetOnnx, parts: _Parts, tar
     quantized = []
     for layer, pairs in parts.data_only.items():
         readers = [graph.node(name) for name in exported.nodes[layer]]
-        for tensor, factors in pairs:
+        for tensor, qparams in pairs:
             for reader in readers:
                 for index, name in enumerate(reader.input):
                     if name == tensor and not graph.is_constant(tensor):
-                        graph.set_input(reader, index, nodes.activation(tensor, factors)[1])
+                        graph.set_input(reader, index, nodes.activation(tensor, qparams)[1])
                         quantized.append(tensor)
     return replace(result, model=graph.build(), tensors=(*result.tensors, *dict.fromkeys(quantized)))
 

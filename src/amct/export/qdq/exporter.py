@@ -1,7 +1,7 @@
 """The QDQ file: standard QuantizeLinear/DequantizeLinear, which onnxruntime (and others) replace by integer kernels.
 
 Placement ``exact`` quantizes the layer inputs and weights of the record. ``fast`` (default) also quantizes the tensors
-between layers (``placement.py``) and needs their factors. ``auto`` times both and float for each part of the model
+between layers (``placement.py``) and needs their parameters. ``auto`` times both and float for each part of the model
 (``auto.py``). The target selects the integer types (``nodes.py``).
 """
 
@@ -51,7 +51,7 @@ OLDEST_OPSET = 13
 def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the options of a user
     model: ModelProto,
     bindings: Sequence[LayerBinding],
-    factors: Mapping[str, LayerQParams],
+    qparams: Mapping[str, LayerQParams],
     *,
     tensors: Mapping[str, Observed] | None = None,
     placement: Placement | str = Placement.FAST,
@@ -64,8 +64,8 @@ def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the opt
     Args:
         model: float model, BatchNorm folded, opset 13 or later; it is not changed.
         bindings: the node of each layer.
-        factors: by layer name; a bound layer without factors stays float.
-        tensors: factors of the tensors between layers, by ONNX name; None (nothing was observed) means ``exact``.
+        qparams: by layer name; a bound layer without parameters stays float.
+        tensors: parameters of the tensors between layers, by ONNX name; None (nothing was observed) means ``exact``.
         placement: the tensors to quantize.
         target: the integer types.
         float_tensors: tensors between layers that placement ``fast`` leaves float, by ONNX name; layers still read them
@@ -77,7 +77,7 @@ def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the opt
         ArgumentError: the placement or target is unknown.
     """
     placement = choice(Placement, placement, "placement")
-    graph, layers, skipped = find_layers(model, bindings, factors, kept)
+    graph, layers, skipped = find_layers(model, bindings, qparams, kept)
     if graph.opset < OLDEST_OPSET:
         raise ExportError(
             f"QDQ needs opset {OLDEST_OPSET} (DequantizeLinear per channel), the model has {graph.opset}; "
@@ -88,7 +88,7 @@ def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the opt
     if placement is Placement.AUTO and can_be_fast:
 
         def export(left_float: frozenset[str], float_layers: frozenset[str]) -> ExportedModel:
-            quantized = {name: each for name, each in factors.items() if name not in float_layers}
+            quantized = {name: each for name, each in qparams.items() if name not in float_layers}
             left_float = left_float.union(float_tensors)
             own = None if kept is None else KeptWeights()
             return qdq_model(

@@ -206,7 +206,7 @@ class QdqNodes:
         zero: NDArray[np.integer] | None = None,
         axis: int = 0,
     ) -> str:
-        """Store integers with their factors (one, or one per index of an axis) and a node that dequantizes them."""
+        """Store integers with their parameters (one, or one per index of an axis) and a node that dequantizes them."""
         graph, per_tensor = self.graph, scales.size == 1
         arrays = {"quantized": integers, "scale": scales.reshape(()) if per_tensor else scales}
         if zero is not None:

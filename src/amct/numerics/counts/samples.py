@@ -33,7 +33,6 @@ from amct.numerics.counts.histogram import (
 )
 from amct.numerics.counts.tables import sampling_interval
 from amct.numerics.observer import RangeObserver, RunningRange, State, check_mergeable, checked_array, flat_values
-from amct.numerics.qparams import Observed
 
 if TYPE_CHECKING:
     from amct.numerics.counts.tables import Bits, Counts
@@ -337,16 +336,6 @@ class SamplingObserver(RangeObserver):
     def restore(self, state: State) -> None:
         """Replace everything observed so far by a state."""
         self._samples.restore(state)
-
-    def result(self) -> Observed:
-        """Return scale and offset for all data observed so far."""
-        if self.channel_axis is not None:
-            return super().result()
-        self._range.require_values()
-        minimum, maximum = self.search(0)
-        return Observed.from_ends(
-            minimum, maximum, self.bits, asymmetric=self.asymmetric, symmetric_scale=self.symmetric_scale
-        )
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """Return the range of every channel that the search finds."""
