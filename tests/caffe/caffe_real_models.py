@@ -66,7 +66,7 @@ class RealFlow(Flow):
         possible -= coordinates
         print(f"{self.model.name}: {len(record)} of {len(possible)} layers that can be and are on are quantized")
         assert record == enabled == possible
-        assert {layer.name for layer in layers if layer.HasField("integer_param")} == record
+        assert {layer.quant_param.object_layer for layer in layers if layer.type == "Quant"} == record
         assert {name for name, each in fused["layers"].items() if each["quantized"]} == record
 
     def check_layers(self, batch):

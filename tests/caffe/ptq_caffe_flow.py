@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from guide_messages import read_as_converter
 
 import amct_caffe as amct
 from amct.caffe import pycaffe as caffe
@@ -80,6 +81,7 @@ class Flow:
         return self.net(*self.result_files(kind))
 
     def result_files(self, kind):
+        read_as_converter(self.out(f"{kind}_model.prototxt"))
         return self.out(f"{kind}_model.prototxt"), self.out(f"{kind}_weights.caffemodel")
 
     def out(self, name):

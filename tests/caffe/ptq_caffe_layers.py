@@ -28,10 +28,11 @@ def check_every_layer(fake, deploy, model):
     waiting = []
     layers = prototxt(model).layer
     for layer in layers:
+        behind = [each for each in layers if _belongs(each, layer)]
         if layer.type == "Quant":
             waiting.append(layer)
-        elif layer.HasField("integer_param"):
-            _check_layer(fake, deploy, layer, waiting, [each for each in layers if _belongs(each, layer)])
+        elif behind:
+            _check_layer(fake, deploy, layer, waiting, behind)
             checked[layer.type] += 1
             waiting = []
     return checked

@@ -8,6 +8,7 @@ from ptq_caffe_flow import NETS, Flow, batch, golden_flow, prototxt, text_flow
 from ptq_caffe_layers import check_every_layer
 from test_ptq_caffe_flow import BRANCHES
 
+from amct.caffe import pycaffe as caffe
 from amct.caffe.pycaffe.proto import caffe_pb2
 from amct.record import read_caffe_record
 
@@ -28,6 +29,12 @@ class Executor:
 
     def __init__(self, model, weights):
         self.net = prototxt(model)
+        quants = sorted(
+            (each for each in self.net.layer if each.type == "Quant"), key=lambda each: each.quant_param.index
+        )
+        self.inputs = {}
+        for each in quants:
+            self.inputs.setdefault(each.quant_param.object_layer, []).append(each.quant_param)
         stored = caffe_pb2.NetParameter()
         stored.ParseFromString(weights.read_bytes())
         self.blobs = {layer.name: [self.numbers(blob) for blob in layer.blobs] for layer in stored.layer}
@@ -58,7 +65,8 @@ class Executor:
 
     def weights(self, layer):
         blobs = self.blobs[layer.name]
-        if layer.integer_param.num_bits_w == 4:
+        options = layer.inner_product_param if layer.type == "InnerProduct" else layer.convolution_param
+        if len(blobs) == 2 + options.bias_term:
             packed, *bias, table = blobs
             nibbles = np.stack([packed & 15, (packed >> 4) & 15], axis=2).reshape(len(packed), -1)
             table = np.broadcast_to(table, (len(packed), 16))
@@ -73,7 +81,7 @@ class Executor:
         weight, bias = self.weights(layer)
         inputs = x.shape[1] // p.group
         weight = weight[:, : inputs * k * k].reshape(p.num_output, inputs, k, k)
-        x = np.pad(x - layer.integer_param.input[0].offset, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
+        x = np.pad(x - self.inputs[layer.name][0].offset, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
         height, width = ((size - d * (k - 1) - 1) // s + 1 for size in x.shape[2:])
         result = np.zeros((len(x), p.num_output, height, width), np.int64)
         per_group = p.num_output // p.group
@@ -91,7 +99,7 @@ class Executor:
         p = layer.convolution_param
         k, s, pad = p.kernel_size[0], (list(p.stride) or [1])[0], (list(p.pad) or [0])[0]
         weight, bias = self.weights(layer)
-        x = x - layer.integer_param.input[0].offset
+        x = x - self.inputs[layer.name][0].offset
         full = np.zeros((len(x), p.num_output, *(s * (size - 1) + k for size in x.shape[2:])), np.int64)
         inputs, per_group = x.shape[1] // p.group, p.num_output // p.group
         for channel in range(x.shape[1]):
@@ -108,7 +116,7 @@ class Executor:
 
     def run_innerproduct(self, layer, x):
         weight, bias = self.weights(layer)
-        x = (x - layer.integer_param.input[0].offset).reshape(len(x), -1)
+        x = (x - self.inputs[layer.name][0].offset).reshape(len(x), -1)
         weight = weight.T if layer.inner_product_param.transpose else weight[:, : x.shape[1]]
         return x @ weight.T + bias
 
@@ -119,7 +127,7 @@ class Executor:
     def real(self, layer, xs):
         return [
             (x - p.offset).astype(np.float32) * np.float32(p.scale)
-            for x, p in zip(xs, layer.integer_param.input, strict=True)
+            for x, p in zip(xs, self.inputs[layer.name], strict=True)
         ]
 
     def run_antiquant(self, layer, x):
@@ -150,7 +158,7 @@ class Executor:
         return result
 
     def run_concat(self, layer, *xs):
-        same = len({(p.scale, p.offset) for p in layer.integer_param.input}) == 1
+        same = len({(p.scale, p.offset) for p in self.inputs[layer.name]}) == 1
         return np.concatenate(xs if same else self.real(layer, xs), axis=1)
 
     def run_slice(self, layer, x):
@@ -203,7 +211,7 @@ def test_deploy_equals_an_independent_executor(make, golden, tmp_path):
     outputs = net.forward(**data)
     mine = Executor(*flow.result_files("deploy")).run(**data)
     for layer in flow_layers(flow):
-        if layer.type in WEIGHTED and layer.HasField("integer_param"):
+        if layer.type in WEIGHTED and any(each.dequant_param.object_layer == layer.name for each in flow_layers(flow)):
             np.testing.assert_array_equal(net.blobs[layer.top[0]].data, mine[layer.top[0]].astype(np.float32))
     for name, value in outputs.items():
         # the exponentials of Softmax differ in their last bits
@@ -291,3 +299,51 @@ def test_someone_may_look_at_integer_blobs(golden, tmp_path):
     np.testing.assert_array_equal(net.forward(**data)["prob"], before)
     assert len(views) > 10
     assert isinstance(flow, Flow)
+
+
+def with_old_fields(flow):
+    """The deploy prototxt as older versions wrote it: what follows from the pair stood in fields of their own."""
+    net = prototxt(flow.result_files("deploy")[0])
+    layers = {layer.name: layer for layer in net.layer}
+    for layer in net.layer:
+        if layer.type == "Quant":
+            layer.quant_param.integers = True
+            layers[layer.quant_param.object_layer].integer_param.input.add().CopyFrom(layer.quant_param)
+    for layer in net.layer:
+        if layer.type in WEIGHTED and layer.HasField("integer_param"):
+            layer.integer_param.num_bits_w = 4
+    path = flow.folder / "old.prototxt"
+    path.write_text(str(net))
+    return path
+
+
+@pytest.mark.parametrize("make", [branches, clustered])
+def test_deploy_models_of_older_versions_run(make, golden, tmp_path):
+    flow = make(golden, tmp_path)
+    flow.run()
+    model, weights = flow.result_files("deploy")
+    new, old = flow.net(model, weights), flow.net(with_old_fields(flow), weights)
+    data = batch(new, 5)
+    for name, value in new.forward(**data).items():
+        np.testing.assert_array_equal(old.forward(**data)[name], value)
+
+
+def test_four_bit_weights_are_known_by_their_blobs(golden, tmp_path):
+    flow = clustered(golden, tmp_path)
+    flow.run()
+    model, weights = flow.result_files("deploy")
+    net = flow.net(model, weights)
+    data = batch(net, 5)
+    wanted = net.forward(**data)["prob"].copy()
+    net.save_hdf5(str(tmp_path / "deploy.h5"))
+    from_hdf5, shared = flow.net(model, tmp_path / "deploy.h5"), caffe.Net(str(model), caffe.TEST)
+    shared.share_with(net)
+    for other in (from_hdf5, shared):
+        np.testing.assert_array_equal(other.forward(**data)["prob"], wanted)
+    (tmp_path / "8").mkdir()
+    eight = golden_flow("mini_resnet", golden, tmp_path / "8").configure()
+    eight.run()
+    other = eight.net(model, eight.result_files("deploy")[1])
+    wanted = other.forward(**data)["prob"].copy()
+    net.copy_from(str(eight.result_files("deploy")[1]))  # and back to eight bits
+    np.testing.assert_array_equal(net.forward(**data)["prob"], wanted)

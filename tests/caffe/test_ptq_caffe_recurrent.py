@@ -312,7 +312,7 @@ def test_wrong_integer_layers_are_refused(tmp_path):
     net = prototxt(flow.result_files("fake_quant")[0])
     (layer,) = [layer for layer in net.layer if layer.name == "rec"]
     layer.lstm_quant_param.scale_w.extend([0.1, 0.1])
-    layer.integer_param.input.add(scale=0.1, offset=0)
+    next(each for each in net.layer if each.type == "Quant").quant_param.ClearField("object_layer")
     model.write_text(str(net))
-    with pytest.raises(ModelError, match=r'layer "rec".*1 inputs, the layer 2 bottoms'):
+    with pytest.raises(ModelError, match=r'layer "rec".*expected Quant layers of index \[0, 1\], there are \[1\]'):
         flow.net(model, weights)

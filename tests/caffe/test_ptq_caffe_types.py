@@ -464,8 +464,8 @@ def test_integer_layers_check_their_inputs(tmp_path):
     flow = switched_on(SEVERAL[1], tmp_path)
     model, weights = flow.result_files("deploy")
     net = prototxt(model)
-    (layer,) = [layer for layer in net.layer if layer.name == "it"]
-    del layer.integer_param.input[1:]
+    (layer,) = [layer for layer in net.layer if layer.type == "Quant" and layer.quant_param.index == 1]
+    layer.quant_param.object_layer = "another"
     model.write_text(str(net))
-    with pytest.raises(ModelError, match=r'layer "it".*1 inputs, the layer 2 bottoms'):
+    with pytest.raises(ModelError, match=r'layer "it".*expected Quant layers of index \[0, 1\], there are \[0\]'):
         flow.net(model, weights)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+from guide_messages import read_as_converter
 from qat_caffe_flow import BODY, Retraining, write_digits
 
 import amct_caffe as amct
@@ -125,7 +126,8 @@ def test_record_has_the_folded_scales(trained):
 
 def test_atc_model_runs_with_the_deploy_weights(trained):
     path = f"{trained.prefix}_atc_model.prototxt"
-    layers = read_message(path, "NetParameter").layer
+    layers = read_as_converter(path).layer
+    read_as_converter(f"{trained.prefix}_deploy_model.prototxt")
     assert (layers[0].type, list(layers[0].input_param.shape[0].dim)) == ("Input", [1, 1, 8, 8])
     assert not {"Data", "Accuracy", "SoftmaxWithLoss"} & {layer.type for layer in layers}
     atc = caffe.Net(path, f"{trained.prefix}_deploy_weights.caffemodel", caffe.TEST)

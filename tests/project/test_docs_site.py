@@ -94,4 +94,11 @@ def test_every_public_name_has_a_section(site, pages, package):
 def test_the_search_finds_english_and_chinese_pages(site):
     texts = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     places = {entry["location"].partition("#")[0] for entry in texts}
-    assert {"", "pytorch/", "config-reference/", "api/amct.pytorch/", "README.zh-CN/"} <= places
+    assert {
+        "",
+        "pytorch/",
+        "config-reference/",
+        "api/amct.pytorch/",
+        "README.zh-CN/",
+        "next-converter.zh-CN/",
+    } <= places

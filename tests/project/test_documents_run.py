@@ -14,8 +14,8 @@ from document_runner import NOT_CODE, PYTHON, ROOT, SHELLS, Block, Command, bloc
 from amct.cli.app import app
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-CHINESE = ROOT / "README.zh-CN.md"
-WITH_CODE = [page for page in PAGES if page != CHINESE and any(block.runs for block in blocks(page))]
+CHINESE = [page for page in PAGES if page.name.endswith(".zh-CN.md")]
+WITH_CODE = [page for page in PAGES if page not in CHINESE and any(block.runs for block in blocks(page))]
 SECONDS = 300
 
 
@@ -64,15 +64,20 @@ def code_of(page):
     return [re.sub(r"\s*#.*", "", block.text) for block in blocks(page) if block.runs]
 
 
-def test_the_chinese_readme_has_the_code_of_the_english_one():
-    assert code_of(CHINESE) == code_of(ROOT / "README.md")
+def english(page):
+    return page.with_name(page.name.replace(".zh-CN", ""))
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=lambda page: page.name)
+def test_a_chinese_page_has_the_code_of_the_english_one(page):
+    assert code_of(page) == code_of(english(page))
 
 
 def structure(page):
     """Levels of headings, languages of blocks, links and rows of tables: what does not depend on the language."""
     text = page.read_text()
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", prose) if not link.startswith("README")]
+    links = [link.replace(".zh-CN", "") for link in re.findall(r"\]\(([^)]+)\)", prose)]
     return {
         "headings": [len(level) for level in re.findall(r"^(#+) ", prose, re.MULTILINE)],
         "blocks": [block.language for block in blocks(page)],
@@ -81,8 +86,9 @@ def structure(page):
     }
 
 
-def test_the_chinese_readme_follows_the_english_one():
-    assert structure(CHINESE) == structure(ROOT / "README.md")
+@pytest.mark.parametrize("page", CHINESE, ids=lambda page: page.name)
+def test_a_chinese_page_follows_the_english_one(page):
+    assert structure(page) == structure(english(page))
 
 
 # -- commands in running text ------------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ class CaffeModel:
             stored = self.weights.get(layer.name)
             if stored is None:
                 continue
+            layer.fit_stored([tuple(tensor.shape) for tensor in stored])
             needed = [blob.count for blob in layer.blobs]
             if needed != [tensor.numel() for tensor in stored]:
                 raise layer.error(
@@ -206,10 +207,10 @@ def check_is_float(net: ProtoMessage, source: str) -> None:
     """Reject a net that is already quantized.
 
     Raises:
-        ModelError: it has layers that quantization inserts, or integer layers.
+        ModelError: it has layers that quantization inserts.
     """
     for layer in net.layer:
-        if layer.type in INSERTED_TYPES or layer.HasField("integer_param"):
+        if layer.type in INSERTED_TYPES:
             raise ModelError(
                 f'{source}: layer "{layer.name}" ({layer.type}) shows that this model is quantized already; give the '
                 "original float model"

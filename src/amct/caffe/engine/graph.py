@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from amct.caffe.engine.blob import Blob, size_check
-from amct.caffe.engine.layer import Layer, LayerContext, implementation_of, layer_class
+from amct.caffe.engine.layer import Layer, LayerContext, implementation_of, integer_inputs, layer_class
 from amct.caffe.engine.messages import new_message
 from amct.caffe.engine.weights import copy_messages, shape_text
 from amct.errors import ModelError, did_you_mean
@@ -86,7 +86,11 @@ class GraphBuilder:
         self.graph = NetGraph(name=net.name, phase=net.state.phase, force_backward=net.force_backward)
         self.check_size = size_check()
         self.context = LayerContext(
-            phase=net.state.phase, net_name=net.name, allow_python=allow_python, check_size=self.check_size
+            phase=net.state.phase,
+            net_name=net.name,
+            allow_python=allow_python,
+            check_size=self.check_size,
+            integer_inputs=integer_inputs(net.layer),
         )
         self.blob_index: dict[str, int] = {}
         self.available: dict[str, int] = {}
@@ -127,7 +131,7 @@ class GraphBuilder:
                 f'layer "{parameter.name}": propagate_down param must be specified either 0 or bottom_size times, '
                 f"got {len(parameter.propagate_down)} for {len(parameter.bottom)} bottom(s)"
             )
-        layer = layer_class(implementation_of(parameter), parameter.name)(parameter, self.context)
+        layer = layer_class(implementation_of(parameter, self.context), parameter.name)(parameter, self.context)
         node = LayerNode(len(self.graph.nodes), layer)
         for position, name in enumerate(parameter.bottom):
             self._add_bottom(node, position, name)

@@ -45,7 +45,7 @@ import importlib
 import math
 import pkgutil
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
@@ -54,7 +54,7 @@ from amct.caffe.engine.weights import lazy_fill
 from amct.errors import AmctError, ModelError, UnsupportedLayerError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -83,6 +83,8 @@ class LayerContext:
     allow_python: bool = False
     check_size: Callable[[Shape, str], None] = lambda _shape, _what: None
     """Raises ModelError for a shape that is too large; layers created outside a net may have any size."""
+    integer_inputs: Mapping[str, Sequence[ProtoMessage]] = field(default_factory=dict)
+    """What ``integer_inputs`` finds in the net."""
 
 
 def _state(sources: Sequence[Blob], condition: object) -> tuple[object, ...]:
@@ -161,6 +163,9 @@ class Layer:
         """The tops computed from the integers of fake-quantized bottoms and weights; None to use ``forward``."""
         del bottoms
         return None
+
+    def fit_stored(self, shapes: Sequence[Shape]) -> None:
+        """Receive the shapes of the parameters of a file before they are copied; by default nothing depends on them."""
 
     def connect(self, layers: Mapping[str, Layer]) -> None:
         """Receive the other layers of the net, by name and in order, after all are set up."""
@@ -389,12 +394,34 @@ def layer_class(type_name: str, layer_name: str = "") -> type[Layer]:
     return found
 
 
-def implementation_of(parameter: ProtoMessage) -> str:
-    """The type that runs a layer: its own, or a variant that a field of quantization asks for.
+def integer_inputs(layers: Iterable[ProtoMessage]) -> dict[str, list[ProtoMessage]]:
+    """By layer that computes on integers, the ``quant_param`` of the Quant layer in front of each bottom, in order.
+
+    Such a layer is in a deploy model: a DeQuant or AntiQuant layer names it, or it is recurrent and has ``scale_w``.
+    """
+    found: dict[str, list[ProtoMessage]] = {}
+    quants = []
+    for layer in layers:
+        if layer.type == "Quant":
+            quants.append(layer.quant_param)
+        elif layer.type == "DeQuant":
+            found[layer.dequant_param.object_layer] = []
+        elif layer.type == "AntiQuant":
+            found[layer.antiquant_param.object_layer] = []
+        elif layer.lstm_quant_param.scale_w:
+            found[layer.name] = []
+    for quant in sorted(quants, key=lambda each: each.index):
+        if quant.object_layer in found:
+            found[quant.object_layer].append(quant)
+    return found
+
+
+def implementation_of(parameter: ProtoMessage, context: LayerContext) -> str:
+    """The type that runs a layer: its own, or a variant that quantization asks for.
 
     A layer on integers (deploy models) and a BatchNorm that updates its statistics have their plain type in the file.
     """
-    if parameter.HasField("integer_param"):
+    if parameter.name in context.integer_inputs:
         return f"{parameter.type} on integers" if parameter.type in INTEGER_TYPES else "data on integers"
     if parameter.type == "BatchNorm" and parameter.batch_norm_param.HasField("update_iterations"):
         return "BatchNorm with refreshed statistics"

@@ -223,6 +223,7 @@ class Net:
             layer = targets.get(node.layer.name)
             if layer is None:
                 continue
+            layer.fit_stored([blob.shape for blob in node.layer.blobs])
             if len(layer.blobs) != len(node.layer.blobs):
                 raise ModelError(f"Incompatible number of blobs for layer {layer.name}")
             for index, (ours, theirs) in enumerate(zip(layer.blobs, node.layer.blobs, strict=True)):

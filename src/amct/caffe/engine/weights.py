@@ -91,6 +91,7 @@ def copy_layers(graph: NetGraph, layers: Iterable[StoredLayer], source: str) -> 
         if node is None:
             ignored.append(stored.name)
             continue
+        node.layer.fit_stored([content.shape for content in stored.blobs])
         _check_blob_count(node.layer, len(stored.blobs), source)
         for index, content in enumerate(stored.blobs):
             _copy_blob(node.layer, index, content, source)
@@ -198,8 +199,14 @@ def write_hdf5(graph: NetGraph, path: Path, *, with_diff: bool = False) -> None:
             for node in graph.nodes:
                 layer_group = group.require_group(node.layer.name)
                 for index, blob in enumerate(node.layer.blobs):
-                    if graph.owner_of[node.index, index].blob is blob:
+                    if _is_owner(graph, node, index):
                         layer_group.create_dataset(str(index), data=_plain(blob.gradient if is_diff else blob.tensor))
+
+
+def _is_owner(graph: NetGraph, node: LayerNode, index: int) -> bool:
+    """Whether a parameter holds its values itself: it is not shared, or the first of those that share them."""
+    owner = graph.owner_of.get((node.index, index))  # a table of values (``fit_stored``) has none
+    return owner is None or owner.blob is node.layer.blobs[index]
 
 
 def load_hdf5(graph: NetGraph, path: str | os.PathLike[str]) -> None:
@@ -231,13 +238,15 @@ def _load_layer(graph: NetGraph, node: LayerNode, file: Hdf5File, source: str) -
     if not file.has(WEIGHTS_GROUP, node.layer.name):
         return
     stored = [name for name in file.names(WEIGHTS_GROUP, node.layer.name) if name.isdigit()]
+    arrays = {name: file.array(WEIGHTS_GROUP, node.layer.name, name) for name in stored}
+    node.layer.fit_stored([values.shape for _, values in sorted(arrays.items()) if values is not None])
     if len(stored) > len(node.layer.blobs):
         _check_blob_count(node.layer, len(stored), source)
-    for index, blob in enumerate(node.layer.blobs):
-        values = file.array(WEIGHTS_GROUP, node.layer.name, str(index))
+    for index in range(len(node.layer.blobs)):
+        values = arrays.get(str(index))
         if values is not None:
             _copy_blob(node.layer, index, StoredBlob(values.shape, values.reshape(-1)), source)
-        elif graph.owner_of[node.index, index].blob is blob:
+        elif _is_owner(graph, node, index):
             raise ModelError(
                 f"{source}: Incompatible number of blobs for layer {node.layer.name}: blob {index} is missing"
             )

@@ -204,7 +204,7 @@ class Results:
 
     def fake_quant(self) -> QuantizedNet:
         """The model with fake-quantized data and weights, in float arithmetic."""
-        result = self._with_quant_layers(integers=False)
+        result = self._with_quant_layers()
         model = result.model
         for name, recurrent in self._recurrent.items():
             fake_recurrent(model.layer(name), self.layers[name])
@@ -216,14 +216,12 @@ class Results:
             model.weights[name] = blobs
         return result
 
-    def _with_quant_layers(self, *, integers: bool) -> QuantizedNet:
+    def _with_quant_layers(self) -> QuantizedNet:
         """A copy of the model with a Quant layer before each input of the quantized layers."""
         model = self._model.copy()
 
         def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
             fill_quant(quant.quant_param, layer.name, index, self.layers[layer.name].inputs[index])
-            if integers:
-                quant.quant_param.integers = True
 
         return QuantizedNet(model, insert_quant(model, self.layers, fill))
 
@@ -257,7 +255,7 @@ class Results:
     def deploy(self) -> QuantizedNet:
         """The model in integer arithmetic: int8 or int16 data, int8 weights or 4-bit indices, int32 bias."""
         originals = {layer.name: list(layer.top) for layer in self._model.layers}
-        result = self._with_quant_layers(integers=True)
+        result = self._with_quant_layers()
         model = result.model
         taken = taken_names(model)
         layers: list[ProtoMessage] = []
@@ -267,15 +265,14 @@ class Results:
             if layer.name not in self.layers:
                 continue
             qparams = self.layers[layer.name]
-            for index, each in sorted(qparams.inputs.items()):
-                fill_quant(layer.integer_param.input.add(), layer.name, index, each)
             if layer.name in self._recurrent:
                 made[layer.name] = deploy_recurrent(layer, self._recurrent[layer.name], qparams)
                 continue
             if layer.name in self._integer:
                 behind = self._weighted(layer, made, taken)
             else:
-                behind = self._data_only(layer, taken)
+                inputs = [model.layer(name).quant_param for name in result.inserted[layer.name]]
+                behind = self._data_only(layer, inputs, taken)
             for position, after in enumerate(behind):
                 after.top.append(originals[layer.name][position])
                 layer.top[position] = after.bottom[0]
@@ -292,8 +289,6 @@ class Results:
         (weight,) = integer.weights.weights
         blobs = [weight.packed(), *integer.biases]
         if weight.clusters is not None:
-            layer.integer_param.num_bits_w = integer.weights.recorded_bits
-            layer.integer_param.channel_wise = weight.clusters.table.shape[0] > 1
             blobs.append(weight.clusters.table)
         made[layer.name] = blobs
         behind = []
@@ -305,14 +300,14 @@ class Results:
             behind.append(after)
         return behind
 
-    def _data_only(self, layer: ProtoMessage, taken: set[str]) -> list[ProtoMessage]:
+    def _data_only(self, layer: ProtoMessage, inputs: Sequence[ProtoMessage], taken: set[str]) -> list[ProtoMessage]:
         first = self.layers[layer.name].input
         behind = []
         for index in range(len(layer.top)):
             after = _layer_behind(layer, index, "AntiQuant", "quantized", taken)
             options = after.antiquant_param
             options.object_layer, options.index = layer.name, index
-            if stays_integer(layer):
+            if stays_integer(layer, inputs):
                 options.scale, options.offset, options.num_bits_d = first.step, first.zero_point, first.bits
             behind.append(after)
         return behind

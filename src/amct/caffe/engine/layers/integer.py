@@ -12,20 +12,18 @@ import torch
 
 from amct.caffe.engine.blob import Blob
 from amct.caffe.engine.layer import Layer, count, find_layer_class, layer_class, register
-from amct.caffe.engine.layers.quantization import InputFactors
+from amct.caffe.engine.layers.quantization import integer_factors
 from amct.caffe.engine.layers.weighted import Convolution, Deconvolution, DepthwiseConv, InnerProduct, _BaseConvolution
 from amct.errors import AmctError
 from amct.numerics.arq import WeightKind, from_channels_first
 from amct.numerics.snq import CLUSTERS, decode, unpack_nibbles
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.layer import LayerContext
     from amct.caffe.engine.messages import ProtoMessage
-
-TABLE_BITS = 4
 
 
 class _IntegerWeights(Layer):
@@ -37,27 +35,24 @@ class _IntegerWeights(Layer):
     weight_groups = 1
 
     def make_integer_blobs(self, outputs: int) -> None:
-        """Create the integer blobs; every bottom has its own bias because its accumulator scale differs.
-
-        The weight of a clustered layer is replaced by packed indices and their table.
-        """
-        options = self.parameter.integer_param
-        if len(options.input) != len(self.bottom_blobs):
-            raise self.error(
-                f"integer_param has {len(options.input)} inputs, the layer {len(self.bottom_blobs)} bottoms"
-            )
-        self.factors = [InputFactors(self, each) for each in options.input]
+        """Create the integer blobs; every bottom has its own bias because its accumulator scale differs."""
+        self.factors = integer_factors(self)
         self.has_bias = len(self.blobs) > 1
         if self.has_bias:
             for _ in self.factors[1:]:
                 self.add_parameter((outputs,))
-        self.weight_bits: int = options.num_bits_w
         self.full_shape = self.blobs[0].shape
-        if self.weight_bits != TABLE_BITS:
-            return
-        length = count(self.full_shape) // outputs
-        blobs = [Blob(outputs, (length + 1) // 2), *self.blobs[1:]]
-        self.blobs = [*blobs, Blob(outputs if options.channel_wise else 1, CLUSTERS)]
+        self.packed_shape = outputs, (count(self.full_shape) // outputs + 1) // 2
+        self.has_table = False
+
+    def fit_stored(self, shapes: Sequence[Shape]) -> None:
+        """A file with one blob more has 4-bit weights: packed indices, and last the table of their values."""
+        plain = len(self.blobs) - self.has_table
+        self.has_table = len(shapes) == plain + 1
+        del self.blobs[plain:]
+        self.blobs[0].set_shape(self.packed_shape if self.has_table else self.full_shape)
+        if self.has_table:
+            self.blobs.append(Blob(1 if shapes[-1][:1] == (1,) else self.packed_shape[0], CLUSTERS))
 
     def integer_weight(self) -> torch.Tensor:
         """The int8 weight in the layer's own layout."""
@@ -73,7 +68,7 @@ class _IntegerWeights(Layer):
     def _weight(self) -> torch.Tensor:
         first = self.blobs[0].tensor
         stored = first.round().to(torch.int8) if first.is_floating_point() else first
-        if self.weight_bits != TABLE_BITS:
+        if not self.has_table:
             return stored
         shape = self.kind_shape()
         length = count(shape) // stored.shape[0]
@@ -170,10 +165,8 @@ class IntegerData(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the factors of the bottoms and set up the inner layer."""
-        self.factors = [InputFactors(self, each) for each in self.parameter.integer_param.input]
-        if len(self.factors) != len(bottoms):
-            raise self.error(f"integer_param has {len(self.factors)} inputs, the layer {len(bottoms)} bottoms")
-        self.stays_integer = stays_integer(self.parameter)
+        self.factors = integer_factors(self)
+        self.stays_integer = stays_integer(self.parameter, self.context.integer_inputs[self.name])
         self.inner.bottom_blobs, self.inner.top_blobs = self.bottom_blobs, self.top_blobs
         self.inner.setup(bottoms)
         self.blobs = self.inner.blobs
@@ -197,10 +190,10 @@ class IntegerData(Layer):
                 blob.set_tensor((blob.tensor + factors.offset).to(factors.dtype))
 
 
-def stays_integer(parameter: ProtoMessage) -> bool:
-    """Whether a layer without weights only moves or selects values, and all its inputs have the same factors."""
-    inputs = [(each.scale, each.offset, each.num_bits_d) for each in parameter.integer_param.input]
-    return len(set(inputs)) == 1 and moves_values(parameter)
+def stays_integer(parameter: ProtoMessage, inputs: Iterable[ProtoMessage]) -> bool:
+    """Whether a layer only moves or selects values, and the ``quant_param`` of all its inputs have the same factors."""
+    factors = {(each.scale, each.offset, each.num_bits_d) for each in inputs}
+    return len(factors) == 1 and moves_values(parameter)
 
 
 def moves_values(parameter: ProtoMessage) -> bool:

@@ -58,6 +58,22 @@ class InputFactors:
         return dequantize(self.integers(x), self.scale, self.offset)
 
 
+def integer_factors(layer: Layer) -> list[InputFactors]:
+    """The factors of each bottom of a layer of a deploy model, from the Quant layers in front of it.
+
+    Raises:
+        ModelError: A bottom has none.
+    """
+    quants = layer.context.integer_inputs[layer.name]
+    found, needed = [quant.index for quant in quants], list(range(len(layer.bottom_blobs)))
+    if found != needed:
+        raise layer.error(
+            "in a deploy model each bottom comes from a Quant layer that has this layer's name as object_layer; "
+            f"expected Quant layers of index {needed}, there are {found}"
+        )
+    return [InputFactors(layer, quant) for quant in quants]
+
+
 _LARGE_SAMPLE = 2**16
 """So many values are worth a call of their own."""
 
@@ -87,13 +103,14 @@ class Quant(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the factors."""
         self.options = self.parameter.quant_param
-        self.has_gradients = not self.options.integers
+        self.gives_integers = self.options.object_layer in self.context.integer_inputs
+        self.has_gradients = not self.gives_integers
         self.factors = InputFactors(self, self.options)
 
     def connect(self, layers: Mapping[str, Layer]) -> None:
         """Tell the layer that reads the fake-quantized top its factors."""
         reader, index = layers.get(self.options.object_layer), self.options.index
-        if reader is None or self.options.integers:
+        if reader is None or self.gives_integers:
             return
         if self.parameter.top[0] == next(iter(reader.parameter.bottom[index : index + 1]), None):
             reader.take_input_factors(index, self.factors)
@@ -102,7 +119,7 @@ class Quant(Layer):
         """Fake-quantize with the straight-through gradient, or quantize to integers."""
         factors = self.factors
         scale, offset = factors.scale.to(bottoms[0].device), factors.offset.to(bottoms[0].device)
-        if not self.options.integers:
+        if not self.gives_integers:
             return [fake_quantize(bottoms[0], scale, offset, factors.bits)]
         try:
             return [quantize(bottoms[0], scale, offset, factors.bits)]

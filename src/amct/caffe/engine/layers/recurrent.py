@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer, count, register
-from amct.caffe.engine.layers.quantization import InputFactors, real_sums
+from amct.caffe.engine.layers.quantization import integer_factors, real_sums
 from amct.numerics.affine import fake_quantize, integer_range, quantize
 from amct.numerics.integer import find_integer_weights, integer_bias, integer_linear, sum_scale
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.layers.quantization import InputFactors
 
 
 CONTINUATION, STATIC = 1, 2
@@ -321,10 +322,7 @@ class IntegerRecurrent(QuantizedRecurrent):
     def setup(self, bottoms: list[Shape]) -> None:
         """Set up the quantized layer; each bottom has a scale and offset, each matrix a scale."""
         super().setup(bottoms)
-        inputs = self.parameter.integer_param.input
-        if len(inputs) != len(bottoms):
-            raise self.error(f"integer_param has {len(inputs)} inputs, the layer {len(bottoms)} bottoms")
-        self.factors = [InputFactors(self, each) for each in inputs]
+        self.factors = integer_factors(self)
         scales = list(self.parameter.lstm_quant_param.scale_w)
         places = [place for place, blob in enumerate(self.blobs) if len(blob.shape) == MATRIX_AXES]
         if len(scales) != len(places):
