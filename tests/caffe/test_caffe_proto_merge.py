@@ -9,13 +9,16 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 
+import amct_caffe
 from amct.caffe import proto_merge
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.layer import register
 from amct.caffe.engine.layers.activations import Elementwise
+from amct.caffe.engine.messages import read_message
 from amct.caffe.proto_language import read_proto, write_proto
 from amct.caffe.proto_merge import resolve_types
-from amct.errors import ConfigError, FileError, ParseError
+from amct.caffe.prototxt import layer_list
+from amct.errors import AmctError, ConfigError, FileError, ParseError
 from amct.schema import file_protos
 
 OURS = Path(__file__).parent.parent.parent / "src" / "amct" / "schema" / "caffe.proto"
@@ -402,3 +405,85 @@ def test_configs_and_reports_with_messages_of_ones_own(own_net):
         assert done.exit_code == 0, (arguments, done.output)
     without = CliRunner().invoke(app, ["config", "check", "full.json", "--model", model])
     assert "times_param" in str(without.exception)
+
+
+WHOLE = OURS.read_text()
+"""A whole caffe.proto, to which users add messages of their own before they build it."""
+COMPILED = {
+    "protobuf 4": "DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile({content!r})",
+    "protobuf 3": "DESCRIPTOR = _descriptor.FileDescriptor(package='caffe', serialized_pb={content!r})",
+    "protobuf 2 and 3": "DESCRIPTOR = _descriptor.FileDescriptor(name='caffe.proto', serialized_pb=_b({text!r}))",
+}
+OWN_NET = """
+layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 1 dim: 2 dim: 4 dim: 4 } } }
+layer { name: "own" type: "Own" bottom: "data" top: "own" own_param { factor: 3 mode: LOUD } }
+layer { name: "roi" type: "ROIPooling" bottom: "own" top: "roi" roi_pooling_param { pooled_w: 2 turned: true } }
+"""
+
+
+def rebuilt(folder, form, text=WHOLE):
+    """Write a caffe_pb2.py as protoc does, of a caffe.proto with two messages of the user's own."""
+    text = text.replace(
+        "message LayerParameter {", "message LayerParameter {\n  optional OwnParameter own_param = 206;", 1
+    )
+    text = text.replace("message ROIPoolingParameter {", "message ROIPoolingParameter {\n optional bool turned = 1;", 1)
+    text = text.replace("optional uint32 pooled_h = 1", "optional uint32 pooled_h = 9")
+    text += """
+message OwnParameter { enum Mode { QUIET = 0; LOUD = 1; } optional float factor = 1; optional Mode mode = 2; }
+"""
+    file = read_proto(text.replace("norm_param = 206", "norm_param = 4206"), "caffe.proto")
+    resolve_types(file, "caffe.proto")
+    content = file.SerializeToString()
+    folder.mkdir(parents=True, exist_ok=True)
+    code = COMPILED[form].format(content=content, text=content.decode("latin1"))
+    (folder / "caffe_pb2.py").write_text(f"raise SystemExit('this file was run')\n{code}\n")
+
+
+@pytest.mark.parametrize("form", COMPILED)
+@pytest.mark.parametrize("place", ["", "caffe/proto"])
+def test_a_rebuilt_caffe_pb2_in_the_python_path_is_enough_to_parse(form, place, tmp_path, monkeypatch):
+    (tmp_path / "net.prototxt").write_text(OWN_NET)
+    with pytest.raises(ParseError, match=r"own_param belongs to another Caffe .* caffe_pb2.py in PYTHONPATH"):
+        read_message(tmp_path / "net.prototxt", "NetParameter")
+    rebuilt(tmp_path / "path" / place, form)
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    net = read_message(tmp_path / "net.prototxt", "NetParameter")
+    assert (net.layer[1].own_param.factor, net.layer[1].own_param.mode) == (3, 1)
+    assert net.layer[2].roi_pooling_param.turned is True
+    assert [layer.name for layer in layer_list(tmp_path / "net.prototxt")] == ["in", "own", "roi"]
+
+
+def test_a_caffe_pb2_without_the_field_or_without_messages_leaves_the_error(tmp_path, monkeypatch):
+    (tmp_path / "net.prototxt").write_text(OWN_NET.replace("own_param", "other_param"))
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    for text in ("x = (", "import caffe", "AddSerializedFile(b'no file')", "pool.AddSerializedFile(17)"):
+        (tmp_path / "path").mkdir(exist_ok=True)
+        (tmp_path / "path" / "caffe_pb2.py").write_text(text)
+        with pytest.raises(ParseError, match="has no field"):
+            read_message(tmp_path / "net.prototxt", "NetParameter")
+    rebuilt(tmp_path / "path", "protobuf 4")
+    with pytest.raises(ParseError, match=r"net.prototxt:3:.*has no field other_param"):
+        read_message(tmp_path / "net.prototxt", "NetParameter")
+
+
+def test_a_net_with_layers_of_a_rebuilt_caffe_pb2_is_configured_by_amct_functions(tmp_path, monkeypatch):
+    rebuilt(tmp_path / "path", "protobuf 4")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    text = OWN_NET.partition('layer { name: "roi"')[0]
+    text += """layer { name: "fc" type: "InnerProduct" bottom: "own" top: "fc"
+      inner_product_param { num_output: 2 } }"""
+    (tmp_path / "net.prototxt").write_text(text)
+    plain = text.replace('type: "Own"', 'type: "Scale"').replace("own_param { factor: 3 mode: LOUD }", "")
+    (tmp_path / "plain.prototxt").write_text(plain)
+    caffe.Net(str(tmp_path / "plain.prototxt"), caffe.TEST).save(str(tmp_path / "net.caffemodel"))
+    pair = tmp_path / "net.prototxt", tmp_path / "net.caffemodel"
+    amct_caffe.create_quant_config(tmp_path / "config.json", *pair)
+    graph = amct_caffe.init(tmp_path / "config.json", *pair, tmp_path / "record.txt")
+    modified = tmp_path / "modified.prototxt", tmp_path / "modified.caffemodel"
+    amct_caffe.weights_quantize_model(graph, *modified)
+    amct_caffe.activation_quantize_model(graph, *modified)
+    assert read_message(modified[0], "NetParameter").layer[1].own_param.factor == 3
+    with pytest.raises(
+        AmctError, match=r'Unknown layer type: "Own".*amct.extend.register_caffe_layer\("Own"\).*--import'
+    ):
+        caffe.Net(str(modified[0]), str(modified[1]), caffe.TEST)

@@ -274,6 +274,7 @@ READING_COMMANDS = {
     "compare ONNX": ["compare", "net.onnx", "onnx", *DATA],
     "compare PyTorch": ["compare", f"{NETS}:build", "torch", *DATA],
     "caffe test": ["caffe", "test", "--model", "train.prototxt", "--weights", "trained_iter_2.caffemodel"],
+    "caffe time": ["caffe", "time", "--model", "net.prototxt", "--iterations", "1"],
 }
 WRITING_COMMANDS = {
     "record convert": ["record", "convert", "caffe_quant_param_record.txt", "new.bin"],

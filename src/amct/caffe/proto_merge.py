@@ -5,11 +5,15 @@ AMCT's layers use the LayerParameter numbers from 200000 on, and reserved names.
 * A message name or a LayerParameter field of the user that AMCT uses: an error that names both.
 * A LayerParameter number of the user that caffe.proto uses under another name: an error that names both.
 * A message, or a LayerParameter field, of the same name as in caffe.proto: the user's is used, with a note.
+
+A ``caffe_pb2.py`` that protoc made of a user's whole caffe.proto adds what is unknown here, and clashes with nothing.
 """
 
 from __future__ import annotations
 
+import ast
 import logging
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,18 +21,23 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from amct.atomic import write_text
+from amct.caffe.engine.messages import layer_extensions
 from amct.caffe.proto_language import read_proto, write_proto
 from amct.errors import ConfigError, FileError, Problem, did_you_mean
 from amct.schema import file_protos
+from amct.schema.extension import with_extra_fields
+from amct.schema.pool import numbered
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, MutableSequence
 
     from google.protobuf.descriptor import Descriptor
+    from google.protobuf.descriptor_pb2 import EnumDescriptorProto
 
     from amct.caffe.engine.messages import ProtoMessage
 
@@ -97,6 +106,97 @@ def load_custom_schema(custom: str | os.PathLike[str]) -> CustomSchema:
     return CustomSchema(merge(_read(custom), _ours()))
 
 
+_COMPILED = ("caffe_pb2.py", "caffe/proto/caffe_pb2.py")
+"""What protoc made of caffe.proto, in a folder of the Python path: alone, or in a Caffe's ``python`` folder."""
+_MOST_BYTES = 2**24
+
+
+def compiled_schema() -> CustomSchema | None:
+    """This package's messages with those of the first ``caffe_pb2.py`` in the Python path; None if there is none.
+
+    The file is not run: only the description that protoc has put into it is read.
+    """
+    for path in (Path(folder) / name for folder in sys.path for name in _COMPILED):
+        found = _description(path)
+        if found is None:
+            continue
+        joined = _ours()
+        joined.name = "merged.proto"
+        _extend(joined, found)
+        try:
+            schema = CustomSchema(MergeResult(joined))
+            schema.descriptor("NetParameter")
+        except (TypeError, KeyError) as error:
+            logger.warning("%s: its messages cannot be used: %s", path, error)
+            continue
+        logger.info("messages of layers that are unknown here are those of %s", path)
+        return schema
+    return None
+
+
+def _description(path: Path) -> FileDescriptorProto | None:
+    """The messages in a file that protoc made of a caffe.proto; None if it is none."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return None
+        calls = [node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.Call)]
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    for call in calls:
+        given = [each.value for each in call.keywords if each.arg == "serialized_pb"]
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "AddSerializedFile":
+            given += call.args
+        for value in given:
+            inner = value.args[0] if isinstance(value, ast.Call) and value.args else value  # _b('...'), for Python 2
+            content = inner.value if isinstance(inner, ast.Constant) else None
+            try:
+                content = content.encode("latin1") if isinstance(content, str) else content
+                file = FileDescriptorProto.FromString(content if isinstance(content, bytes) else b"")
+            except (DecodeError, UnicodeEncodeError):
+                continue
+            if file.package == "caffe" and _message(file, LAYER) is not None:
+                return file
+    return None
+
+
+def _extend(ours: FileDescriptorProto | DescriptorProto, theirs: FileDescriptorProto | DescriptorProto) -> None:
+    """Add messages, enums and fields that are unknown here; a field whose number is taken gets another one."""
+    mine, other = _inner(ours), _inner(theirs)
+    known = {each.name: each for each in mine}
+    for message in other:
+        if message.name in known:
+            _extend(known[message.name], message)
+        else:
+            mine.add().CopyFrom(message)
+    enums = {each.name: each for each in ours.enum_type}
+    for enum in theirs.enum_type:
+        if enum.name in enums:
+            _extend_enum(enums[enum.name], enum)
+        else:
+            ours.enum_type.add().CopyFrom(enum)
+    if isinstance(ours, FileDescriptorProto) or isinstance(theirs, FileDescriptorProto):
+        return
+    names, numbers = {each.name for each in ours.field}, {each.number for each in ours.field}
+    for item in theirs.field:
+        if item.name not in names:
+            added = ours.field.add()
+            added.CopyFrom(item)
+            added.ClearField("oneof_index")
+            if item.number in numbers:
+                added.number = numbered(item.name)
+
+
+def _inner(container: FileDescriptorProto | DescriptorProto) -> Any:  # noqa: ANN401  a protobuf container
+    return container.message_type if isinstance(container, FileDescriptorProto) else container.nested_type
+
+
+def _extend_enum(ours: EnumDescriptorProto, theirs: EnumDescriptorProto) -> None:
+    names, numbers = {each.name for each in ours.value}, {each.number for each in ours.value}
+    for value in theirs.value:
+        if value.name not in names and value.number not in numbers:
+            ours.value.add().CopyFrom(value)
+
+
 def merge_files(
     custom: str | os.PathLike[str], output: str | os.PathLike[str], caffe: str | os.PathLike[str] | None = None
 ) -> MergeResult:
@@ -140,9 +240,7 @@ def _read(path: str | os.PathLike[str]) -> FileDescriptorProto:
 
 def _ours() -> FileDescriptorProto:
     (file,) = file_protos("caffe")
-    copy = FileDescriptorProto()
-    copy.CopyFrom(file)
-    return copy
+    return with_extra_fields(file, layer_extensions())
 
 
 def _message(file: FileDescriptorProto, name: str) -> DescriptorProto | None:

@@ -260,10 +260,11 @@ def unbuildable_layer(prototxt: AnyPath, custom_proto: AnyPath | None = None) ->
     """The first layer of the TEST phase of a known type that cannot be built, and the reason; None if there is none.
 
     What follows it is not looked at: the shapes are not known there. Layers that read data are not looked at either,
-    because their data may be elsewhere, nor are nets with Python layers, which would execute code.
+    because their data may be elsewhere, nor are Python layers, which execute code, unless they are allowed.
     """
     from amct.caffe.engine.graph import GraphBuilder, insert_splits  # imports torch
     from amct.caffe.engine.layer import find_layer_class
+    from amct.caffe.engine.layers.python_layer import python_layers_allowed
 
     net = read_test_phase(prototxt, custom_proto)
     names: set[str] = set()
@@ -273,7 +274,7 @@ def unbuildable_layer(prototxt: AnyPath, custom_proto: AnyPath | None = None) ->
         names.update(layer.top)
     builder = GraphBuilder(insert_splits(net))
     for layer in builder.net.layer:
-        if layer.type == "Python" or find_layer_class(layer.type) is None:
+        if (layer.type == "Python" and not python_layers_allowed()) or find_layer_class(layer.type) is None:
             return None
         try:
             builder.add_layer(layer)

@@ -1,10 +1,10 @@
-"""``amct caffe``: train, retrain and test Caffe nets, run scripts written for pycaffe, without an installed Caffe."""
+"""``amct caffe``: train, retrain, test and time Caffe nets, run scripts written for pycaffe, without a real Caffe."""
 
 from __future__ import annotations
 
 import sys
 import traceback
-from contextlib import nullcontext
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +13,7 @@ import typer
 
 from amct import log
 from amct.atomic import check_writable
-from amct.cli.options import CustomProtoOption
+from amct.cli.own_layers import takes_own_layers
 from amct.cli.printing import show
 from amct.errors import AmctError, ArgumentError, FileError, TrainingError
 from amct.log import few_lines
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="caffe",
-    help="Train and test Caffe nets, and run scripts written for pycaffe. No Caffe needs to be installed.",
+    help="Train, test and time Caffe nets, and run scripts written for pycaffe. No Caffe needs to be installed.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -42,15 +42,22 @@ class Effect(str, Enum):
     snapshot = "snapshot"
 
 
+class Phase(str, Enum):
+    """The phase of a net; in the order of Caffe's numbers."""
+
+    train = "TRAIN"
+    test = "TEST"
+
+
 WeightsHelp = "Weights to start from: a caffemodel, or several separated by commas."
 GpuOption = Annotated[bool, typer.Option("--gpu", help="Run on a CUDA device.")]
 DeviceOption = Annotated[int | None, typer.Option("--device", help="Which CUDA device; 0 unless the solver says.")]
 LevelOption = Annotated[int, typer.Option("--level", help="The level that include/exclude rules see.")]
 StageOption = Annotated[list[str] | None, typer.Option("--stage", help="A stage that include/exclude rules see.")]
-PythonOption = Annotated[bool, typer.Option("--allow-python", help="Let Python layers run: they execute code.")]
 
 
 @app.command()
+@takes_own_layers
 @log.screen_only()
 def train(  # noqa: PLR0913 - a command's options are its arguments
     solver: Annotated[str, typer.Option("--solver", help="The solver prototxt.")],
@@ -64,7 +71,6 @@ def train(  # noqa: PLR0913 - a command's options are its arguments
         Effect.stop
     ),
     sighup_effect: Annotated[Effect, typer.Option(help="What a hang-up signal does.")] = Effect.snapshot,
-    allow_python: PythonOption = False,
 ) -> int:
     """Train a net as its solver prototxt says. Ctrl-C finishes the iteration, writes a snapshot and stops."""
     from amct.caffe.engine.solvers import EngineSolver, choose_device, read_solver, signal_actions
@@ -79,7 +85,7 @@ def train(  # noqa: PLR0913 - a command's options are its arguments
         parameter.train_state.level = level
     parameter.train_state.stage.extend(stage or [])
     choose_device(gpu=gpu, device=device, parameter=parameter)
-    running = EngineSolver(parameter, allow_python=allow_python)
+    running = EngineSolver(parameter)
     with signal_actions(_effects(sigint_effect, sighup_effect)) as requests:
         running.action_source = requests
         running.solve(snapshot)
@@ -87,6 +93,7 @@ def train(  # noqa: PLR0913 - a command's options are its arguments
 
 
 @app.command()
+@takes_own_layers
 @log.screen_only()
 def retrain(  # noqa: PLR0913 - a command's options are its arguments
     solver: Annotated[Path, typer.Option("--solver", help="The solver prototxt; its net is replaced.")],
@@ -98,8 +105,6 @@ def retrain(  # noqa: PLR0913 - a command's options are its arguments
     snapshot: Annotated[str | None, typer.Option("--snapshot", help="A solver state to go on from.")] = None,
     gpu: GpuOption = False,
     device: DeviceOption = None,
-    custom_proto: CustomProtoOption = None,
-    allow_python: PythonOption = False,
 ) -> int:
     """Train a net for quantization, and write its INT8 files with a report. Ctrl-C writes a snapshot and stops."""
     import signal
@@ -111,10 +116,7 @@ def retrain(  # noqa: PLR0913 - a command's options are its arguments
     choose_device(gpu=gpu, device=device)
     work = output.parent / f"{output.name}_retrain"
     with few_lines():
-        prepared = prepare_qat(
-            model, weights, solver, config, folder=work, iterations=iterations, custom_proto=custom_proto,
-            allow_python=allow_python,
-        )  # fmt: skip
+        prepared = prepare_qat(model, weights, solver, config, folder=work, iterations=iterations)
         with signal_actions({signal.SIGINT: Action.STOP}) as requests:
             try:
                 prepared.train(snapshot, action_source=requests)
@@ -133,8 +135,9 @@ def retrain(  # noqa: PLR0913 - a command's options are its arguments
 
 
 @app.command(name="test")
+@takes_own_layers
 @log.screen_only()
-def evaluate_net(  # noqa: PLR0913 - a command's options are its arguments
+def evaluate_net(
     model: Annotated[str, typer.Option("--model", help="The net's prototxt.")],
     weights: Annotated[str, typer.Option("--weights", help=WeightsHelp)],
     iterations: Annotated[int, typer.Option("--iterations", help="How many batches to run.")] = 50,
@@ -142,7 +145,6 @@ def evaluate_net(  # noqa: PLR0913 - a command's options are its arguments
     device: DeviceOption = None,
     level: LevelOption = 0,
     stage: StageOption = None,
-    allow_python: PythonOption = False,
 ) -> None:
     """Run the TEST phase of a net over some batches and print the mean of each output."""
     from amct.caffe.engine.layer import TEST
@@ -150,45 +152,71 @@ def evaluate_net(  # noqa: PLR0913 - a command's options are its arguments
     from amct.caffe.engine.solvers import choose_device, evaluate
 
     choose_device(gpu=gpu, device=device)
-    net = Net.from_file(
-        model, phase=TEST, level=level, stages=stage or [], allow_python=allow_python, with_gradients=False
-    )
+    net = Net.from_file(model, phase=TEST, level=level, stages=stage or [], with_gradients=False)
     for path in weights.split(","):
         net.load_weights(path.strip())
     for line in evaluate(net, iterations).lines():
         show(line)
 
 
+@app.command(name="time")
+@takes_own_layers
+@log.screen_only()
+def time_net(  # noqa: PLR0913 - a command's options are its arguments
+    model: Annotated[str, typer.Option("--model", help="The net's prototxt.")],
+    weights: Annotated[str | None, typer.Option("--weights", help=WeightsHelp)] = None,
+    iterations: Annotated[int, typer.Option("--iterations", help="How many times to run the net.")] = 50,
+    phase: Annotated[Phase, typer.Option("--phase", help="Whose layers run.")] = Phase.train,
+    gpu: GpuOption = False,
+    device: DeviceOption = None,
+    level: LevelOption = 0,
+    stage: StageOption = None,
+) -> None:
+    """Time each layer of a net, forward and backward, one layer at a time.
+
+    Example: amct caffe time --model deploy.prototxt --iterations 10
+    """
+    from amct.caffe.engine.net import Net
+    from amct.caffe.engine.solvers import choose_device
+    from amct.caffe.engine.timing import time_layers
+
+    choose_device(gpu=gpu, device=device)
+    net = Net.from_file(model, phase=list(Phase).index(phase), level=level, stages=stage or [])
+    for path in weights.split(",") if weights else ():
+        net.load_weights(path.strip())
+    for line in time_layers(net, iterations).lines():
+        show(line)
+
+
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@takes_own_layers
 def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="The script; what follows it is passed on to it.")],
     force: Annotated[bool, typer.Option("--force", help="Hide a real Caffe that is installed too.")] = False,
-    allow_python: PythonOption = False,
 ) -> int:
     """Run a script that says ``import caffe`` with this toolkit as caffe."""
     import runpy
 
-    from amct.caffe.engine.layers.python_layer import allow_python_layers
-    from amct.caffe.pycaffe.runtime import install_as_caffe
+    from amct.caffe.pycaffe.runtime import imported_as_caffe
 
     if not script.is_file():
         raise FileError(f"{script}: there is no such script")
-    with log.screen_only():  # only here: AMCT functions called by the script write their log file as usual
-        install_as_caffe(force=force)
     arguments, folder = sys.argv, str(script.resolve().parent)
-    sys.argv = [str(script), *context.args]
-    sys.path.insert(0, folder)
-    try:
-        with allow_python_layers() if allow_python else nullcontext():
+    with ExitStack() as stack:
+        with log.screen_only():  # only here: AMCT functions called by the script write their log file as usual
+            stack.enter_context(imported_as_caffe(force=force))
+        sys.argv = [str(script), *context.args]
+        sys.path.insert(0, folder)
+        try:
             runpy.run_path(str(script), run_name="__main__")
-    except AmctError:
-        traceback.print_exc()  # the author of the script needs the line number too
-        return SCRIPT_FAILED
-    finally:
-        sys.argv = arguments
-        if folder in sys.path:  # the script may have changed the list
-            sys.path.remove(folder)
+        except AmctError:
+            traceback.print_exc()  # the author of the script needs the line number too
+            return SCRIPT_FAILED
+        finally:
+            sys.argv = arguments
+            if folder in sys.path:  # the script may have changed the list
+                sys.path.remove(folder)
     return 0
 
 
@@ -207,18 +235,18 @@ def merge_proto(
 
 
 @app.command(name="to-onnx")
+@takes_own_layers
 def to_onnx(
     model: Annotated[str, typer.Option("--model", help="The net's prototxt; its TEST phase is exported.")],
     weights: Annotated[str, typer.Option("--weights", help="The net's caffemodel.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The ONNX file to write.")],
     opset: Annotated[int, typer.Option("--opset", help="The version of ONNX's operators, 16 to 21.")] = 18,
     end: Annotated[list[str] | None, typer.Option("--end", help="A blob to end at; the net's outputs if none.")] = None,
-    custom_proto: CustomProtoOption = None,
 ) -> None:
     """Write a Caffe model as a float ONNX file."""
     from amct.caffe.onnx.graph import export_onnx
 
-    for note in export_onnx(model, weights, output, opset=opset, outputs=end or None, custom_proto=custom_proto):
+    for note in export_onnx(model, weights, output, opset=opset, outputs=end or None):
         show(f"note: {note}")
     show(f"written: {output}")
 

@@ -12,7 +12,8 @@ import typer
 from amct import log
 from amct.cli.batches import full_batches
 from amct.cli.model_pair import ModelKind, ModelPair, check_file, parse_models
-from amct.cli.options import CustomProtoOption, DataOptions, Models, Top1, takes_data
+from amct.cli.options import DataOptions, Models, Top1, takes_data
+from amct.cli.own_layers import takes_own_layers
 from amct.cli.printing import aligned, comparison_row, decibel, most_harmed, show, show_json
 from amct.errors import ArgumentError, CalibrationError
 from amct.log import few_lines
@@ -44,14 +45,12 @@ class Request:
         data: The data options.
         report: The HTML report to write; None: no report.
         top1: Whether to measure the top-1 accuracy.
-        custom_proto: Messages of the user's own layers of a Caffe net.
     """
 
     models: list[str]
     data: DataOptions
     report: Path | None = None
     top1: bool = False
-    custom_proto: Path | None = None
 
     def run(self) -> dict[str, Any]:
         """Compare the models, write the report if requested, and return the results as plain data.
@@ -142,7 +141,7 @@ def check_report(path: Path) -> None:
 def _run_caffe(pair: ModelPair, request: Request) -> _Found:
     from amct.caffe.prototxt import input_shape
 
-    request = request.fitting(input_shape(pair.float_model[0], request.custom_proto))
+    request = request.fitting(input_shape(pair.float_model[0]))
     data, metric = request.batches(), request.metric
     if request.report is not None:
         from amct.caffe.reporting import files_report
@@ -153,12 +152,11 @@ def _run_caffe(pair: ModelPair, request: Request) -> _Found:
             data,
             metric=metric,
             inputs=_values,
-            custom_proto=request.custom_proto,
         )
         return found.measured, found.content
     from amct.caffe.comparing import both_sides, measure_nets
 
-    sides = both_sides(pair.float_model, pair.quantized_model, request.custom_proto)
+    sides = both_sides(pair.float_model, pair.quantized_model)
     return measure_nets(*sides, data, metric=metric, inputs=_values), None
 
 
@@ -221,6 +219,7 @@ def _fixed_batch_size(model_file: str) -> int | None:
 WORST_SHOWN = 10
 
 
+@takes_own_layers
 @takes_data
 def compare(
     models: Models,
@@ -229,7 +228,6 @@ def compare(
     top1: Top1 = False,
     worst: Annotated[int, typer.Option(help="How many of the most harmed layers are shown.", min=0)] = WORST_SHOWN,
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report to this file.")] = None,
-    custom_proto: CustomProtoOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for other programs, with all layers.")] = False,
 ) -> None:
     """Compare a float model with its quantized one on data: outputs, and the most harmed layers.
@@ -245,7 +243,7 @@ def compare(
     Example: amct compare package.module:factory out/net --data images.npy --report report.html
     """
     with few_lines(), log.screen_only():  # warnings by the rules of every command, whatever ran before in this process
-        result = Request(models=models, data=data, report=report, top1=top1, custom_proto=custom_proto).run()
+        result = Request(models=models, data=data, report=report, top1=top1).run()
     if as_json:
         show_json(result)
     else:
@@ -278,6 +276,7 @@ def _cells(row: dict[str, Any], name: str) -> tuple[str, str, str]:
     return row[name], decibel(row["sqnr"]), f"{row['cosine']:.5f}"
 
 
+@takes_own_layers
 @partial(takes_data, optional=True)
 def report(
     models: Models,
@@ -285,7 +284,6 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")],
     data: DataOptions | None,
     top1: Top1 = False,
-    custom_proto: CustomProtoOption = None,
     compare: Annotated[
         bool,
         typer.Option("--compare", help="Compare quantizations: the arguments are two or more quant.json files."),
@@ -309,7 +307,7 @@ def report(
         return
     if data is None:
         raise ArgumentError("--data: a report needs data to run the models on, or --compare and quant.json files")
-    result = Request(models=models, data=data, report=output, top1=top1, custom_proto=custom_proto).run()
+    result = Request(models=models, data=data, report=output, top1=top1).run()
     if as_json:
         show_json(result)
     else:

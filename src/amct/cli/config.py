@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from amct.cli.model_pair import check_file
-from amct.cli.options import CustomProtoOption, JsonOption, ShapeOption
+from amct.cli.options import JsonOption, ShapeOption
+from amct.cli.own_layers import takes_own_layers
 from amct.cli.printing import aligned, show, show_json
 from amct.errors import ArgumentError
 
@@ -69,12 +70,12 @@ KindOption = Annotated[
 
 
 @app.command()
+@takes_own_layers
 def init(
     model: ModelOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the full config.")],
     cfg: Annotated[Path | None, typer.Option("--cfg", help="A simple config to start from.")] = None,
     input_shape: ShapeOption = None,
-    custom_proto: CustomProtoOption = None,
 ) -> None:
     """Write the full config of a model: built-in defaults, or what a simple config makes of it.
 
@@ -83,7 +84,7 @@ def init(
     from amct import atomic
     from amct.cli.model_layers import model_layers
 
-    dialect, layers = model_layers(model, input_shape, custom_proto)
+    dialect, layers = model_layers(model, input_shape)
     config = _expanded(cfg, dialect, ConfigKind.ptq, layers) if cfg else _default(dialect, layers)
     atomic.write_text(output, config.to_json())
     _show_warnings(config)
@@ -91,31 +92,31 @@ def init(
 
 
 @app.command()
+@takes_own_layers
 def check(
     config: ConfigArgument,
     model: ModelOption,
     input_shape: ShapeOption = None,
     kind: KindOption = ConfigKind.ptq,
-    custom_proto: CustomProtoOption = None,
 ) -> None:
     """Check a config against a model: every mistake with its line, exit code 2 when there is one.
 
     Example: amct config check quant.cfg --model deploy.prototxt
     """
-    full, layers = _read(config, model, input_shape, kind, custom_proto)
+    full, layers = _read(config, model, input_shape, kind)
     _show_warnings(full)
     enabled = sum(1 for layer in full.layers if _is_enabled(layer.data))
     show(f"{config}: fits {model}: {enabled} of {len(layers)} layers are compressed")
 
 
 @app.command()
+@takes_own_layers
 def explain(
     config: ConfigArgument,
     model: ModelOption,
     input_shape: ShapeOption = None,
     kind: KindOption = ConfigKind.ptq,
     layer: Annotated[str | None, typer.Option("--layer", help="Only this layer, with every setting.")] = None,
-    custom_proto: CustomProtoOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the effective settings of each layer and the file:line they come from.
@@ -124,7 +125,7 @@ def explain(
     """
     from amct.config.simple_config import explain as explain_config
 
-    full, layers = _read(config, model, input_shape, kind, custom_proto)
+    full, layers = _read(config, model, input_shape, kind)
     rows = explain_config(full)
     if layer is not None:
         rows = _only(rows, layer, layers)
@@ -137,13 +138,11 @@ def explain(
     _show_warnings(full)
 
 
-def _read(
-    config: Path, model: str, input_shape: str | None, kind: ConfigKind, custom_proto: Path | None
-) -> tuple[FullConfig, LayerList]:
+def _read(config: Path, model: str, input_shape: str | None, kind: ConfigKind) -> tuple[FullConfig, LayerList]:
     from amct.cli.model_layers import model_layers
 
     check_file(str(config))
-    dialect, layers = model_layers(model, input_shape, custom_proto)
+    dialect, layers = model_layers(model, input_shape)
     return _expanded(config, dialect, kind, layers), layers
 
 

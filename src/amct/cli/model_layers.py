@@ -37,14 +37,13 @@ class Framework(str, Enum):
     caffe = "caffe"
 
 
-def model_layers(model: str, input_shape: str | None, custom_proto: Path | None = None) -> tuple[Framework, LayerList]:
+def model_layers(model: str, input_shape: str | None) -> tuple[Framework, LayerList]:
     """Return the config dialect and the layers of a model.
 
     Args:
         model: ``net.prototxt``, ``net.onnx`` (PyTorch dialect), ``package.module:factory``, or ``layers.txt`` with
             ``name type`` per line, whose dialect is detected from the types.
         input_shape: The shape of an example input, such as ``1,3,224,224``; required for a Python reference.
-        custom_proto: Messages of the user's own layers of a prototxt.
 
     Raises:
         ArgumentError: ``model`` is none of these, or the input shape of a Python reference is missing.
@@ -55,7 +54,7 @@ def model_layers(model: str, input_shape: str | None, custom_proto: Path | None 
         check_file(model)  # before torch is imported
         from amct.caffe.prototxt import layer_list
 
-        return Framework.caffe, layer_list(path, custom_proto)
+        return Framework.caffe, layer_list(path)
     if path.suffix == ".txt":
         return _listed(path)
     if path.suffix == ONNX_ENDING:
@@ -152,7 +151,7 @@ def check_reference(reference: str) -> None:
         check_file(name)
         return
     top = name.partition(".")[0]
-    with _modules_of_the_working_directory():
+    with modules_of_the_working_directory():
         if not top or (top not in sys.modules and importlib.util.find_spec(top) is None):
             raise _no_module(top, reference)
 
@@ -162,7 +161,7 @@ def _is_file_name(module: str) -> bool:
 
 
 @contextmanager
-def _modules_of_the_working_directory() -> Iterator[None]:
+def modules_of_the_working_directory() -> Iterator[None]:
     """Find modules in the working directory too, behind installed ones: a file there must not replace a package."""
     folder = str(Path.cwd())
     sys.path.append(folder)
@@ -172,8 +171,8 @@ def _modules_of_the_working_directory() -> Iterator[None]:
         del sys.path[len(sys.path) - 1 - sys.path[::-1].index(folder)]
 
 
-def _no_module(name: str | None, reference: str) -> ArgumentError:
-    return ArgumentError(f'model: the Python module "{name}" was not found (looked for "{reference}")')
+def _no_module(name: str | None, reference: str, argument: str = "model") -> ArgumentError:
+    return ArgumentError(f'{argument}: the Python module "{name}" was not found (looked for "{reference}")')
 
 
 def load_reference(reference: str) -> nn.Module:
@@ -184,8 +183,7 @@ def load_reference(reference: str) -> nn.Module:
         FileError: The file does not exist.
     """
     module_name, _, attribute = reference.partition(":")
-    with _modules_of_the_working_directory():
-        module = _module(module_name, reference)
+    module = import_module(module_name, "model", reference)
     if not hasattr(module, attribute):
         hint = did_you_mean(attribute, [name for name in vars(module) if not name.startswith("_")])
         raise ArgumentError(f'model: "{module_name}" has no "{attribute}".{hint}')
@@ -198,15 +196,27 @@ def load_reference(reference: str) -> nn.Module:
     return model
 
 
-def _module(name: str, reference: str) -> ModuleType:
+def import_module(name: str, argument: str, reference: str = "") -> ModuleType:
+    """Import ``package.module`` or ``file.py``; modules of the working directory are found behind installed ones.
+
+    Args:
+        name: The module.
+        argument: The argument that names it, for errors.
+        reference: The whole argument, if it is more than the module.
+
+    Raises:
+        ArgumentError: It is not found.
+        FileError: The file does not exist.
+    """
     if _is_file_name(name):
         return _module_of_file(Path(name))
     if not name or name.startswith("."):
-        raise _no_module(name, reference)
+        raise _no_module(name, reference or name, argument)
     try:
-        return importlib.import_module(name)
+        with modules_of_the_working_directory():
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise _no_module(error.name, reference) from error
+        raise _no_module(error.name, reference or name, argument) from error
 
 
 def _module_of_file(path: Path) -> ModuleType:

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 MODEL_HELP = 'A prototxt, an ONNX file, or a Python reference "package.module:factory".'
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
-CustomProtoOption = Annotated[
-    Path | None, typer.Option("--custom-proto", help="Caffe: a custom.proto with messages of your own layers.")
-]
 ShapeOption = Annotated[
     str | None, typer.Option("--input-shape", help="Example input of a PyTorch model, such as 1,3,224,224.")
 ]
@@ -164,29 +161,50 @@ class DataOptions:
         )
 
 
-def takes_data(command: Callable[..., None], *, optional: bool = False) -> Callable[..., None]:
-    """Decorate a command: replace its parameter ``data`` by one option for each field of ``DataOptions``.
+def with_options_of(
+    options: type[Any], command: Callable[..., Any], name: str, run: Callable[[Any, Callable[[Any], Any]], Any]
+) -> Callable[..., Any]:
+    """A command with an option for each field of a dataclass, in place of its parameter ``name``, or behind all others.
 
-    Typer derives the options from the signature, so the decorator changes the signature. If ``optional``, the command
-    gets None when there is no ``--data``.
+    Typer derives the options from the signature, so this changes the signature.
+
+    Args:
+        options: The dataclass.
+        command: The command; it gets the object if it has the parameter.
+        name: The parameter.
+        run: Called with the object and a function that runs the command with one.
     """
-    given = inspect.signature(command, eval_str=True).parameters.values()
-    ours = dict(inspect.signature(DataOptions, eval_str=True).parameters)
-    if optional:
-        ours["data"] = ours["data"].replace(default=None)
-    place = next(index for index, parameter in enumerate(given) if parameter.name == "data")
+    given = [*inspect.signature(command, eval_str=True).parameters.values()]
+    ours = dict(inspect.signature(options, eval_str=True).parameters)
+    places = [index for index, parameter in enumerate(given) if parameter.name == name]
     parameters = [*given]
-    parameters[place : place + 1] = ours.values()
+    for place in places or [len(given)]:
+        parameters[place : place + len(places)] = ours.values()
 
     @wraps(command)
-    def with_options(**arguments: Any) -> None:  # noqa: ANN401  the options have various types
-        chosen = {name: arguments.pop(name) for name in ours}
-        command(data=DataOptions(**chosen) if chosen["data"] is not None else None, **arguments)
+    def with_options(**arguments: Any) -> Any:  # noqa: ANN401  the options have various types
+        chosen = options(**{field: arguments.pop(field) for field in ours})
+        return run(chosen, lambda value: command(**arguments, **({name: value} if places else {})))
 
     keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     with_options.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]  # functions take any attribute
     with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in keyword}
     return with_options
+
+
+def takes_data(command: Callable[..., Any], *, optional: bool = False) -> Callable[..., Any]:
+    """Decorate a command: replace its parameter ``data`` by one option for each field of ``DataOptions``.
+
+    If ``optional``, the command gets None when there is no ``--data``.
+    """
+    changed = with_options_of(DataOptions, command, "data", lambda given, call: call(given if given.data else None))
+    if optional:
+        signature = inspect.signature(changed)
+        parameters = [
+            each.replace(default=None) if each.name == "data" else each for each in signature.parameters.values()
+        ]
+        changed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # as above
+    return changed
 
 
 def _picture_size(shape: Sequence[int | str | None] | None) -> tuple[int | None, int | None]:

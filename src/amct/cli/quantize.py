@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from amct.cli.batches import DataBatches
 from amct.cli.model_layers import ONNX_ENDING, check_reference, is_prototxt
 from amct.cli.model_pair import check_file
-from amct.cli.options import MODEL_HELP, CustomProtoOption, DataOptions, JsonOption, ShapeOption, takes_data
+from amct.cli.options import MODEL_HELP, DataOptions, JsonOption, ShapeOption, takes_data
+from amct.cli.own_layers import OwnLayers, takes_own_layers
 from amct.cli.printing import aligned, comparison_row, most_harmed, short_name, show, show_json
 from amct.cli.processes import processes
 from amct.errors import ArgumentError
@@ -33,6 +34,7 @@ QDQ_FILE = "qdq_model.onnx"
 NAMES_SHOWN = 6
 
 
+@takes_own_layers
 @takes_data
 def quantize(  # noqa: PLR0913  the options of a command
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
@@ -52,7 +54,7 @@ def quantize(  # noqa: PLR0913  the options of a command
     formats: Annotated[
         str | None, typer.Option(help='Which files, such as "qdq,record"; all that the model can have unless given.')
     ] = None,
-    custom_proto: CustomProtoOption = None,
+    own: OwnLayers,
     placement: Annotated[
         str,
         typer.Option(
@@ -76,18 +78,17 @@ def quantize(  # noqa: PLR0913  the options of a command
     """
     files = _Files(output, report, formats, placement, run_files=not no_check)
     with few_lines():
-        for option, given in (("--equalize", equalize), ("--custom-proto", custom_proto)):
-            if given and weights is None:
-                raise ArgumentError(f"{option} is for Caffe models, a prototxt with a caffemodel; leave it out")
+        own.refuse_unless_caffe(weights is not None)
+        if equalize and weights is None:
+            raise ArgumentError("--equalize is for Caffe models, a prototxt with a caffemodel; leave it out")
         _check_model(model, weights)
         if config is not None:
             check_file(str(config))
         files.check()
         data.check()
-        caffe = _CaffeOptions(equalize=equalize, custom_proto=custom_proto)
         state = files.calibration(resume=resume)
         with processes() as prints:
-            quantized, batches = _quantized(model, weights, data, config, caffe, files, state)
+            quantized, batches = _quantized(model, weights, data, config, equalize, files, state)
             ranks = _ranks()
         if prints:
             result = _result(quantized, batches, files)
@@ -190,19 +191,12 @@ class _Files:
         return files
 
 
-class _CaffeOptions(TypedDict):
-    """The options that only Caffe models have."""
-
-    equalize: bool
-    custom_proto: Path | None
-
-
 def _quantized(
     model: str,
     weights: Path | None,
     data: DataOptions,
     config: Path | None,
-    caffe: _CaffeOptions,
+    equalize: bool,
     files: _Files,
     state: CalibrationFile,
 ) -> tuple[QuantizedModel, FirstBatches]:
@@ -213,11 +207,11 @@ def _quantized(
         import amct.caffe
         from amct.caffe.prototxt import input_shape
 
-        declared = input_shape(model, caffe["custom_proto"])
+        declared = input_shape(model)
         data = data.fitting(declared)
         files.check_size(data, declared)
         batches = FirstBatches(data.stored())
-        return amct.caffe.quantize(model, weights, batches, config=config, resume=state, **caffe), batches
+        return amct.caffe.quantize(model, weights, batches, config=config, resume=state, equalize=equalize), batches
     if model.endswith(ONNX_ENDING):
         import amct.onnx_model
         from amct.cli.batches import onnx_data
@@ -337,10 +331,10 @@ def _by_reason(left_float: dict[str, str]) -> list[tuple[str, list[str]]]:
     return list(groups.items())
 
 
+@takes_own_layers
 def inspect(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     input_shape: ShapeOption = None,
-    custom_proto: CustomProtoOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the layers of a model, which of them can be quantized, and why not.
@@ -351,12 +345,12 @@ def inspect(
     """
     from amct.cli.model_layers import model_layers
 
-    dialect, layers = model_layers(model, input_shape, custom_proto)
+    dialect, layers = model_layers(model, input_shape)
     rows = [{"layer": layer.name, "type": layer.type, "verdict": _verdict(layer, dialect.value)} for layer in layers]
     if is_prototxt(model):
         from amct.caffe.prototxt import unbuildable_layer
 
-        name, reason = unbuildable_layer(model, custom_proto) or (None, "")
+        name, reason = unbuildable_layer(model) or (None, "")
         for row in rows:
             if row["layer"] == name:
                 row["verdict"] = f"cannot be built: {reason}"
@@ -389,5 +383,7 @@ def _unquantized(caffe_type: str) -> str:
     from amct.caffe.engine.layer import find_layer_class
 
     if find_layer_class(caffe_type) is None:
-        return "cannot be built: unknown layer type; register it (amct.extend.register_caffe_layer)"
+        return "cannot be built: unknown layer type; register it (amct.extend.register_caffe_layer, --import)"
+    if caffe_type == "Python":
+        return "stays float: this type cannot be quantized; it executes code, and runs only with --allow-python"
     return "stays float: this type cannot be quantized"

@@ -71,7 +71,12 @@ class ExtraField:
     @property
     def number(self) -> int:
         """The field number: it follows from the name, so it is the same in every program."""
-        return FIRST_NUMBER + zlib.crc32(self.name.encode()) % FIRST_NUMBER
+        return numbered(self.name)
+
+
+def numbered(name: str) -> int:
+    """The field number of a name among the numbers of extensions."""
+    return FIRST_NUMBER + zlib.crc32(name.encode()) % FIRST_NUMBER
 
 
 @cache

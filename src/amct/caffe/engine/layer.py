@@ -389,7 +389,8 @@ def layer_class(type_name: str, layer_name: str = "") -> type[Layer]:
         raise UnsupportedLayerError(
             f'{where}Unknown layer type: "{type_name}".{did_you_mean(type_name, layer_types())} Known types: '
             f"{', '.join(layer_types())}. Write it with one of them, or register a class that computes it: "
-            f'amct.extend.register_caffe_layer("{type_name}"); docs/contributing.md shows how.'
+            f'amct.extend.register_caffe_layer("{type_name}"), in a module that is imported before (--import on the '
+            "command line); docs/contributing.md shows how."
         )
     return found
 

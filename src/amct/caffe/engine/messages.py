@@ -9,7 +9,8 @@ import logging
 import os
 import re
 from bisect import bisect_left
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,11 @@ def remove_layer_parameters(field: str) -> None:
     _extra = tuple(each for each in _extra if each.name != field)
 
 
+def layer_extensions() -> tuple[ExtraField, ...]:
+    """The fields that ``add_layer_parameters`` added."""
+    return _extra
+
+
 @cache
 def _class(name: str, extra: tuple[ExtraField, ...]) -> ProtoMessage:
     return message_class(f"caffe.{name}", schema="caffe", extra=extra)
@@ -96,25 +102,58 @@ def read_text_file(path: str | os.PathLike[str]) -> str:
         raise FileError(f"Could not open file {path}: {error.strerror or error}") from error
 
 
+_custom_messages: ContextVar[CustomSchema | None] = ContextVar("amct_custom_messages", default=None)
+"""The messages by which files are read that are given none of their own."""
+
+
+@contextmanager
+def custom_messages(custom_proto: str | os.PathLike[str]) -> Iterator[None]:
+    """Read all files inside the ``with`` block with a user's custom.proto, unless they are given another one.
+
+    Raises:
+        FileError, ParseError, ConfigError: It cannot be read, is not a .proto file, or conflicts.
+    """
+    from amct.caffe.proto_merge import load_custom_schema
+
+    token = _custom_messages.set(load_custom_schema(custom_proto))
+    try:
+        yield
+    finally:
+        _custom_messages.reset(token)
+
+
 def read_message(
     path: str | os.PathLike[str], name: str, custom_proto: str | os.PathLike[str] | CustomSchema | None = None
 ) -> ProtoMessage:
     """Read a prototxt file, for example ``read_message("deploy.prototxt", "NetParameter")``.
 
+    Fields that are unknown here are looked up in a ``caffe_pb2.py`` of the Python path.
+
     Args:
         path: The prototxt.
         name: The message's name.
-        custom_proto: A user's custom.proto with further messages, or what was read of it.
+        custom_proto: A user's custom.proto with further messages, or what was read of it; by default that of
+            ``custom_messages``.
 
     Raises:
         FileError: The file cannot be read.
         ParseError: Its text is not such a message.
     """
-    if isinstance(custom_proto, (str, os.PathLike)):
-        from amct.caffe.proto_merge import load_custom_schema
+    from amct.caffe.proto_merge import compiled_schema, load_custom_schema
 
+    if isinstance(custom_proto, (str, os.PathLike)):
         custom_proto = load_custom_schema(custom_proto)
-    return parse_message(read_text_file(path), name, str(path), custom_proto)
+    schema = custom_proto or _custom_messages.get()
+    text = read_text_file(path)
+    try:
+        return parse_message(text, name, str(path), schema)
+    except ParseError:
+        compiled = compiled_schema() if schema is None else None
+        if compiled is None:
+            raise
+        with suppress(ParseError):
+            return parse_message(text, name, str(path), compiled)
+        raise
 
 
 _TOKEN = re.compile(r"""#[^\n]*|"(?:\\.|[^"\n\\])*"|'(?:\\.|[^'\n\\])*'|\w+|[{}:]""")
@@ -188,8 +227,9 @@ def _explained(problem: Problem, layers: list[_LayerText]) -> Problem:
     return replace(
         problem,
         message=f"{message}: {unknown[1]} belongs to another Caffe than those known here. If the layer runs without "
-        "it, remove it; else describe its message in a custom.proto (custom_proto=..., --custom-proto), or register "
-        f'the layer with its parameters: amct.extend.register_caffe_layer("{layer.type}", parameters=...).',
+        "it, remove it; else describe its message in a custom.proto (custom_proto=..., --custom-proto) or a rebuilt "
+        "caffe_pb2.py in PYTHONPATH, or register the layer with its parameters, in a module for --import: "
+        f'amct.extend.register_caffe_layer("{layer.type}", parameters=...).',
     )
 
 

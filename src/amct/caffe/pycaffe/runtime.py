@@ -8,6 +8,7 @@ import logging
 import pkgutil
 import sys
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
 
@@ -129,11 +131,28 @@ def install_as_caffe(*, force: bool = False) -> ModuleType:
                 "it, or call install_as_caffe(force=True) (amct caffe run --force) to hide it in this process"
             )
     if present is not None and present is not package:
-        for name in [name for name in sys.modules if name == "caffe" or name.startswith("caffe.")]:
+        for name in _modules_of_caffe():
             del sys.modules[name]
     sys.modules["caffe"] = package
     alias_modules("caffe")
     return package
+
+
+@contextmanager
+def imported_as_caffe(*, force: bool = False) -> Iterator[None]:
+    """``install_as_caffe`` for the length of a ``with`` block."""
+    before = _modules_of_caffe()
+    install_as_caffe(force=force)
+    try:
+        yield
+    finally:
+        for name in _modules_of_caffe():
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _modules_of_caffe() -> dict[str, ModuleType]:
+    return {name: module for name, module in sys.modules.items() if name == "caffe" or name.startswith("caffe.")}
 
 
 def alias_modules(name: str) -> None:

@@ -110,8 +110,9 @@ class Python(Layer):
         if not (self.context.allow_python or python_layers_allowed()):
             raise self.error(
                 f"it would execute code (class {options.layer!r} of module {options.module!r}), which is not "
-                "allowed by default. If you trust the prototxt, create the net with allow_python=True, or inside "
-                "`with allow_python_layers():` (from amct.caffe.pycaffe)"
+                "allowed by default. If you trust the prototxt, allow it: --allow-python on the command line; in "
+                "Python create the net with allow_python=True, or inside `with allow_python_layers():` (from "
+                "amct.caffe.pycaffe)"
             )
         self.user = self._make()
         self.blobs = self.user.blobs

@@ -155,8 +155,8 @@ def _read_net(path: str, field: str) -> ProtoMessage:
 def _with_state(net: ProtoMessage, phase: int, state: ProtoMessage, source: str) -> NetDefinition:
     """Phase, level and stages: the solver's state overrides the net's, which overrides the phase's default."""
     merged = new_message("NetState", phase=phase)
-    merged.MergeFrom(net.state)
-    merged.MergeFrom(state)
+    for each in (net.state, state):  # one of them may be of a custom.proto, with a class of its own
+        merged.MergeFromString(each.SerializeToString())
     # The net's own stages stay in its message; only the solver's are added.
     return NetDefinition(
         parameter=net, phase=merged.phase, level=merged.level, stages=tuple(state.stage), source=source
