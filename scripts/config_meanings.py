@@ -25,10 +25,14 @@ _LAYER = "the name of a layer of the model"
 _TYPE = "a layer type of [the table](#layer-types)"
 _CHANNEL_DEFAULT = "true where the layer type can have it"
 _OFFSET_DEFAULT = "`activation_offset`"
+_COMMON_OFFSET_DEFAULT = f"that of `common_config` if it has the same algorithm, else {_OFFSET_DEFAULT}"
+_ASYMMETRIC = "true: the activations of these layers have an offset; false: their range is symmetric about 0."
+_HALF = "If an override has only the other one, built-in defaults apply here, not the global block; a warning says so."
 _CLIP_DEFAULT = "found by IFMR"
 _SEARCH = "0 < `search_range_start` < `search_range_end`"
 _BETA = "`beta_range_start` > `beta_range_end` > 0"
 _ODD_TYPES = ", ".join(name for name, capability in PTQ_TYPES.items() if capability.odd_bits)
+_NO_OFFSET_TYPES = ", ".join(name for name, capability in PTQ_TYPES.items() if not capability.asymmetric)
 _CHANNEL_WISE = (
     "A scale for every output channel of the weights. In a common block it is left out where a layer type cannot have "
     "it, with a warning; for that very layer or type it is an error."
@@ -82,7 +86,8 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "search_step": "Its step. Smaller finds more and takes longer.",
         "max_percentile": "The share of the values below the upper clip value that the search starts from; 1: all.",
         "min_percentile": "The same for the lower clip value.",
-        "asymmetric": "Activations of these layers with an offset.",
+        "asymmetric": f"{_ASYMMETRIC} {_NO_OFFSET_TYPES} never has one: an override that asks for it is an error.",
+        "kv-cache/asymmetric": _ASYMMETRIC,
         "FMRQuantize.dst_type": "Integer type of the activations.",
         "HFMGQuantize.dst_type": "Integer type of the activations.",
         "num_of_bins": "Bins of the histogram.",
@@ -98,6 +103,11 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "retrain-caffe/quant_skip_layers": "Layers that are not quantized.",
         "retrain_data_quant_config": "How activations are quantized.",
         "retrain_weight_quant_config": "How weights are quantized.",
+        **{
+            f"{message}.retrain_{half}_quant_config": f"How {what} are quantized. {_HALF}"
+            for message in ("RetrainOverrideLayer", "RetrainOverrideLayerType")
+            for half, what in (("data", "activations"), ("weight", "weights"))
+        },
         "quant_skip_layers": "Layers that are not quantized (they may be pruned).",
         "quant_skip_types": "The same for all layers of these types.",
         "prune_config": "How layers are pruned.",
@@ -165,7 +175,8 @@ LEGAL: Mapping[str, str] = MappingProxyType(
 DEFAULTS: Mapping[str, str] = MappingProxyType(
     {
         "channel_wise": _CHANNEL_DEFAULT,
-        "asymmetric": _OFFSET_DEFAULT,
+        "asymmetric": _COMMON_OFFSET_DEFAULT,
+        "kv-cache/asymmetric": _OFFSET_DEFAULT,
         "quant_bits": "8",
         "clip_max_min": _CLIP_DEFAULT,
         "fixed_min": "true behind a ReLU, else false",

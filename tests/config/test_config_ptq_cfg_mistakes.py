@@ -66,8 +66,9 @@ NAMES = {
         'the layer "bn" is of type BatchNorm2d, which cannot be quantized',
     ),
     "skip fusion of a layer that is never fused": (
-        '@skip_fusion_layers: "fc"',
-        "of type Linear, which cannot be fused with BatchNorm. Types that can: Conv1d, Conv2d, Conv3d",
+        '@skip_fusion_layers: "pool"',
+        "of type AvgPool2d, which cannot be fused with BatchNorm. Types that can: Conv1d, Conv2d, Conv3d, Linear, "
+        "ConvTranspose1d, ConvTranspose2d, ConvTranspose3d",
     ),
     "unknown skip type": ('@skip_layer_types: "Conv9d"', 'type "Conv9d" cannot be quantized. Did you mean'),
     "unknown override type": (f"@{of_type('ReLU', '')}", 'the layer type "ReLU" cannot be quantized. Types that'),

@@ -36,7 +36,7 @@ WRONG_VALUE = {
     "batch_num 0": ("batch_num", 0, "batch_num must be at least 1, got 0", "0"),
     "precision mode": ("fakequant_precision_mode", "FP16", "must be 'DEFAULT' or 'FORCE_FP16_QUANT'", '"FP16"'),
     "skip fusion unknown": ("skip_fusion_layers", ["x"], 'the layer "x" is unknown', '"x"'),
-    "skip fusion kind": ("skip_fusion_layers", ["fc"], "Linear, which cannot be fused", '"fc"'),
+    "skip fusion kind": ("skip_fusion_layers", ["pool"], "AvgPool2d, which cannot be fused", '"pool"'),
     "skip fusion twice": ("skip_fusion_layers", ["conv", "conv"], '"conv" is repeated', '"conv"'),
     "layer of no use": ("bn", {}, 'the layer "bn" cannot be quantized: its type BatchNorm2d', '"bn"'),
     "refused layer": ("circ", {"quant_enable": True}, "padding_mode is circular. Remove it", '"circ"'),

@@ -98,8 +98,11 @@ def test_a_simple_config():
     )
     assert plan.find("conv1").weight == CaffeArqRetrainSettings()
     assert {layer.batch_num for layer in plan.layers} == {4}
+    reset = "the override has no retrain_weight_quant_config: built-in defaults apply instead of the global block"
     assert [str(warning) for warning in config.warnings] == [
-        "r.cfg:7:1: quantized although skipped, because an override names these layers or their type: dw"
+        "r.cfg:7:1: quantized although skipped, because an override names these layers or their type: dw",
+        f"r.cfg:7:1: {reset}: dw",
+        f"r.cfg:6:1: {reset}: fc",
     ]
 
 

@@ -75,7 +75,34 @@ override_layer_configs { layer_name: "conv" }
 override_layer_types { layer_type: "Linear" retrain_weight_quant_config { arq_retrain { } } }"""
     assert enabled(text) == ALL
     again = "quantized although skipped, because an override names these layers or their type"
-    assert warnings_of(text) == [f"q.cfg:3:1: {again}: conv", f"q.cfg:4:1: {again}: fc, fcnb"]
+    none = "the override has no retrain_data_quant_config and no retrain_weight_quant_config: built-in defaults apply"
+    assert warnings_of(text) == [
+        f"q.cfg:3:1: {again}: conv",
+        f"q.cfg:3:1: {none} instead of the global block: conv",
+        f"q.cfg:4:1: {again}: fc, fcnb",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ("", ["data", "weight"]),
+        ("retrain_data_quant_config { ulq_quantize { } }", ["weight"]),
+        ("retrain_weight_quant_config { arq_retrain { } }", ["data"]),
+        ("retrain_data_quant_config { } retrain_weight_quant_config { }", []),
+    ],
+)
+@pytest.mark.parametrize("override", ['layer_configs { layer_name: "conv"', 'layer_types { layer_type: "Conv2d"'])
+def test_what_an_override_resets_to_the_defaults_is_warned_of(override, given, missing):
+    found = warnings_of(f"{GLOBAL}\noverride_{override} {given} }}")
+    lacks = " and ".join(f"no retrain_{half}_quant_config" for half in missing)
+    layers = "conv" if "layer_name" in override else "conv, conv2"
+    what = f"the override has {lacks}: built-in defaults apply instead of the global block: {layers}"
+    assert [text for text in found if "override" in text] == ([f"q.cfg:4:1: {what}"] if missing else [])
+
+
+def test_half_an_override_resets_nothing_where_the_file_has_no_global_block():
+    assert warnings_of('override_layer_configs { layer_name: "conv" retrain_weight_quant_config { } }') == []
 
 
 def test_names_given_twice_in_a_skip_list_are_only_warned_of():

@@ -32,11 +32,14 @@ PYTORCH_SAMPLES = {
 }
 AGAIN = "quantized although skipped, because an override names these layers or their type"
 STAYS = "not pruned although overridden: a skipped layer stays as it is"
+RESET = "the override has no retrain_{}_quant_config: built-in defaults apply instead of the global block"
 WARNINGS = {
     "quant": [
         f"33:1: {AGAIN}: Opname",
+        f"33:1: {RESET.format('weight')}: Opname",
         "41:12: AMCT does not train INT4 activations with INT8 weights, here they are trained: Opname",
         f"23:1: {AGAIN}: fc",
+        f"23:1: {RESET.format('data')}: fc",
     ],
     "prune": ['13:1: "Opname" is repeated in regular_prune_skip_layers. Name it once.', f"12:1: {STAYS}: Opname"],
     "selective_prune": [

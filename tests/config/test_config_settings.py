@@ -112,7 +112,7 @@ def test_caffe_types_are_those_of_the_guide():
         ("odd_bits", {"Conv2d"}),
         ("dmq", set(PTQ_TYPES) - {"AvgPool2d"}),
         ("dmq_by_type", set(PTQ_TYPES) - {"AvgPool2d", "LSTM", "GRU"}),
-        ("fusible", {"Conv1d", "Conv2d", "Conv3d"}),
+        ("fusible", set(PTQ_TYPES) - {"AvgPool2d", "LSTM", "GRU"}),
         ("asymmetric", set(PTQ_TYPES) - {"Conv3d"}),
         ("weights", set(PTQ_TYPES) - {"AvgPool2d"}),
     ],

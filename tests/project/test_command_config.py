@@ -58,6 +58,7 @@ def test_explain_names_the_line_that_decides(capsys, model):
     assert "common block (quant.cfg:2:1)" in lines[1]
     fc = next(line for line in lines if line.startswith("fc"))
     assert "left float" in fc
+    assert fc.endswith("global field (quant.cfg:9:1)")
 
 
 @pytest.mark.usefixtures("folder")
@@ -117,6 +118,7 @@ KINDS = {
     "qat": (QAT_CFG, "layers.txt", ["arq_retrain", "channel_wise=true", "retrain.cfg:1:1"]),
     "compress": (PRUNE_CFG, "layers.txt", ["balanced_l2_norm_filter_prune", "prune_ratio=0.3", "retrain.cfg:1:1"]),
 }
+LEFT = {"qat": "left float", "compress": "not pruned"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,7 +128,37 @@ def test_explain_other_kinds_of_config(folder, capsys, kind):
     assert main(["config", "explain", "retrain.cfg", "--model", model, "--kind", kind]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(part in lines[0] for part in expected), lines[0]
-    assert sum("left float" in line for line in lines) == 1
+    assert sum(LEFT[kind] in line for line in lines) == 1
+
+
+SKIPS = {
+    "ptq": ('skip_layers: "conv2"\nskip_layer_types: "Linear"\n', {"conv2": (1, 1), "fc": (2, 2)}),
+    "qat": ('quant_skip_layers: "conv2"\nskip_layer_types: "Linear"\n', {"conv2": (1, 1), "fc": (2, 2)}),
+    "compress": (
+        'regular_prune_skip_layers: "conv2"\nskip_layers: "fc"\n' + PRUNE_CFG.splitlines()[0] + QAT_CFG.splitlines()[0],
+        {"conv2": (None, 1), "fc": (2, 2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SKIPS)
+def test_explain_shows_what_is_skipped_and_the_line_that_skips_it(folder, capsys, kind):
+    """By layer: the lines that keep it float and unpruned; in one kind of config one of these has to do for both."""
+    text, expected = SKIPS[kind]
+    (folder / "skip.cfg").write_text(text)
+    assert main(["config", "explain", "skip.cfg", "--model", "layers.txt", "--kind", kind]) == 0
+    rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    for layer, places in expected.items():
+        effects = [effect for name, _, effect in rows if name == layer]
+        assert len(effects) == (2 if kind == "compress" else 1)
+        for effect, place in zip(effects, places, strict=False):
+            assert (place is None) == effect.startswith("ulq_quantize")
+            origin = rf" +global field \(skip.cfg:{place}:1\)"
+            assert place is None or re.fullmatch("(left float|not pruned)" + origin, effect)
+    assert main(["config", "explain", "skip.cfg", "--model", "layers.txt", "--kind", kind, "--layer", "fc"]) == 0
+    settings = capsys.readouterr().out.splitlines()
+    assert all(re.search(r"_enable +false +global field \(skip.cfg:2:1\)", line) for line in settings)
+    assert len(settings) == (2 if kind == "compress" else 1)
 
 
 BAD = {

@@ -16,7 +16,7 @@ from amct.cli.printing import aligned, show, show_json
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from amct.cli.model_layers import Framework
     from amct.config.layers import LayerList
@@ -40,6 +40,7 @@ _SHOWN_SETTINGS = (
     "prune_ratio",
     "n_out_of_m_type",
 )  # in one line
+_SWITCH = "_enable"
 
 
 class ConfigKind(str, Enum):
@@ -132,7 +133,7 @@ def explain(
     if as_json:
         show_json([_plain(row) for row in rows])
     elif layer is not None:
-        show("\n".join(aligned([(row.key, json.dumps(row.value), str(row.origin)) for row in rows])))
+        show("\n".join(aligned(_setting_lines(rows))))
     else:
         show("\n".join(aligned(_layer_lines(rows))))
     _show_warnings(full)
@@ -204,27 +205,51 @@ def _only(rows: tuple[ExplainedSetting, ...], layer: str, layers: LayerList) -> 
     raise ArgumentError(f'--layer: "{layer}" is not quantized: {reason}')
 
 
-def _layer_lines(rows: tuple[ExplainedSetting, ...]) -> list[tuple[str, ...]]:
-    """Return one row per layer: name, type, effective settings, and the config block that sets them."""
-    lines: dict[str, dict[str, Any]] = {}
-    blocks = {}
+def _layer_lines(rows: Iterable[ExplainedSetting]) -> list[tuple[str, ...]]:
+    """One row per layer (two where it is both quantized and pruned): name, type, what is done, and what line says so.
+
+    That line is the block that sets the layer, or of a layer that is skipped the entry that skips it.
+    """
+    lines = []
+    for part in _parts(rows):
+        switch = next((row for row in part if row.key.endswith(_SWITCH)), None)
+        effect, origin = _effect({row.key: row.value for row in part}), part[-1].block
+        if switch is not None and not switch.value:
+            effect, origin = ("not pruned" if _is_pruning(switch) else "left float"), switch.origin
+        lines.append((switch or part[0], effect, str(origin)))
+    return [(row.layer, row.type, effect, origin) for row, effect, origin in lines]
+
+
+def _parts(rows: Iterable[ExplainedSetting]) -> Iterable[list[ExplainedSetting]]:
+    """The settings of each layer, those of its quantization and those of its pruning apart."""
+    parts: dict[tuple[str, bool], list[ExplainedSetting]] = {}
     for row in rows:
         if row.layer:
-            lines.setdefault(row.layer, {})[row.key] = row.value
-            blocks[row.layer] = (row.type, row.block)
-    return [(name, kind, _effect(lines[name]), str(block)) for name, (kind, block) in blocks.items()]
+            parts.setdefault((row.layer, _is_pruning(row)), []).append(row)
+    return parts.values()
+
+
+def _is_pruning(row: ExplainedSetting) -> bool:
+    return row.key.startswith("regular_prune_")
+
+
+def _setting_lines(rows: Iterable[ExplainedSetting]) -> list[tuple[str, ...]]:
+    """One row per setting of a layer that has an effect: of what is switched off only the switch."""
+    lines: list[tuple[str, ...]] = []
+    for part in _parts(rows):
+        off = [row for row in part if row.key.endswith(_SWITCH) and not row.value]
+        lines += [(row.key, json.dumps(row.value), str(row.origin)) for row in off or part]
+    return lines
 
 
 def _is_enabled(block: Mapping[str, Any]) -> bool:
     """Return whether any ``*_enable`` setting of a layer is true; a layer without one counts as enabled."""
-    switches = [value for key, value in block.items() if key.endswith("_enable")]
+    switches = [value for key, value in block.items() if key.endswith(_SWITCH)]
     return any(switches) or not switches
 
 
 def _effect(settings: dict[str, Any]) -> str:
     """Format the most important settings of a layer as a short text."""
-    if not _is_enabled(settings):
-        return "left float"
     words = [str(value) for key, value in settings.items() if key.endswith("algo")]
     short = {key.rpartition(".")[2]: value for key, value in settings.items() if ".1." not in key}
     words += [f"{key}={json.dumps(short[key])}" for key in _SHOWN_SETTINGS if key in short]

@@ -6,7 +6,7 @@ read the file again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -16,7 +16,7 @@ from amct.config.simple_config import Level
 from amct.numerics.settings import FilterPruneSettings, SelectivePruneSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from amct.config.layers import LayerList
     from amct.config.registry import Algorithm
@@ -126,6 +126,12 @@ class Plan(LayerPlans[LayerPlan]):
     def balanced(self) -> tuple[LayerPlan, ...]:
         """The layers that DMQ balances before they are quantized."""
         return tuple(layer for layer in self.enabled if layer.migration_strength is not None)
+
+    def without_fusion(self, names: Iterable[str]) -> Plan:
+        """This plan with more layers that keep the batch norm behind them."""
+        kept = dict.fromkeys((*self.skip_fusion_layers, *names))
+        layers = tuple(replace(each, skip_fusion=each.skip_fusion or each.name in kept) for each in self.layers)
+        return replace(self, skip_fusion_layers=tuple(kept), layers=layers)
 
 
 # -- making a plan -----------------------------------------------------------------------------------------------------

@@ -132,8 +132,11 @@ class Preparation(ABC):
         }
 
     def record_of(self, layers: Mapping[str, LayerQParams]) -> Record:
-        """The parameters as a record."""
+        """The parameters as a record; it says which layers keep the batch norm behind them."""
         entries = {name: layer_record(qparams) for name, qparams in layers.items()}
+        for layer in self.layer_plans:
+            if layer.skip_fusion and layer.name in entries:
+                entries[layer.name] = replace(entries[layer.name], skip_fusion=True)
         return Record({name: each.for_retraining() for name, each in entries.items()} if self.is_trained else entries)
 
     @abstractmethod

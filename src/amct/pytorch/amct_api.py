@@ -35,7 +35,7 @@ from amct.model import Skip
 from amct.pytorch.calibrating import balancing_model, start_calibration
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.inputs import IoOptions
-from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
+from amct.pytorch.onnx.modified_onnx import FileNotes, file_notes, read_modified, write_modified
 from amct.pytorch.preparation import prepare
 from amct.record import LayerRecord, Record, read_record, validate_record, write_record
 from amct.record.conversion import layer_qparams
@@ -129,7 +129,11 @@ def quantize_preprocess(config_file: AnyPath, record_file: AnyPath, model: nn.Mo
     def write(factors: Mapping[str, Tensor]) -> None:
         if not ranks.is_first:
             return
-        entries = {name: LayerRecord(tensor_balance_factor=tuple(values.tolist())) for name, values in factors.items()}
+        kept = {layer.name for layer in plan.balanced if layer.skip_fusion}
+        entries = {
+            name: LayerRecord(tensor_balance_factor=tuple(values.tolist()), skip_fusion=name in kept)
+            for name, values in factors.items()
+        }
         write_record(Record(entries), path)
 
     ranks = all_ranks()
@@ -187,7 +191,8 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     plan = _plan(content, config_file, traced)
     ranks = all_ranks()
     ranks.need_a_batch_each(plan.batch_num)
-    preparation = prepare(traced, plan, balance=_recorded_balance(plan, record_path), ranks=ranks)
+    plan, balance = _with_record(plan, record_path)
+    preparation = prepare(traced, plan, balance=balance, ranks=ranks)
     for skip in preparation.skips:
         logger.info("left as it is: %s", skip)
     onnx = preparation.default_onnx
@@ -235,6 +240,7 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         *validate_record(record, notes.record_layers(), progress=read_progress(record_file)),
     ):
         logger.warning("%s", note)
+    _check_fusion(record, notes)
     unrecorded = tuple(
         Skip(name, "the record has no entry for it")
         for name, layer in notes.layers.items()
@@ -264,10 +270,10 @@ def _plan(content: bytes, config_file: AnyPath, traced: Traced) -> Plan:
 # -- DMQ ---------------------------------------------------------------------------------------------------------------
 
 
-def _recorded_balance(plan: Plan, record_path: Path) -> dict[str, Tensor]:
-    """Read the balance factors from the record; required if the config uses DMQ."""
+def _with_record(plan: Plan, record_path: Path) -> tuple[Plan, dict[str, Tensor]]:
+    """Read the balance factors from the record, required if the config uses DMQ, and obey its ``skip_fusion``."""
     if not plan.balanced:
-        return {}
+        return plan, {}
     what_to_do = "run quantize_preprocess and one forward of the model it returns"
     record = read_record(record_path) if record_path.exists() else Record()
     if record.is_empty:
@@ -283,7 +289,18 @@ def _recorded_balance(plan: Plan, record_path: Path) -> dict[str, Tensor]:
                 f"tensor_balance_factor for it; {what_to_do}"
             )
         found[layer.name] = torch.tensor(factors, dtype=torch.float32)
-    return found
+    return plan.without_fusion(name for name, entry in record.items() if entry.skip_fusion), found
+
+
+def _check_fusion(record: Record, notes: FileNotes) -> None:
+    """Raise if the record keeps a batch norm that is folded in the modified file: its factors are of other weights."""
+    for name, entry in record.items():
+        if entry.skip_fusion and name in notes.fusions:
+            raise RecordError(
+                f'{record.where(name, "skip_fusion") or record.source}: layer "{name}" has skip_fusion, but '
+                f'quantize_model has folded "{notes.fusions[name][0]}" into it; list the layer in skip_fusion_layers '
+                "of the config and run quantize_model again, or remove skip_fusion"
+            )
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -92,6 +92,48 @@ def test_saved_files_compute_the_model(flow):
         assert abs(found - expected).max() < 1e-5
 
 
+def best_of_four(weight: np.ndarray) -> np.ndarray:
+    """The two largest absolute values of each four along the input channels, the earlier one of equals."""
+    rows = np.moveaxis(np.abs(weight), 1, -1)
+    fours = np.pad(rows, [*[(0, 0)] * (rows.ndim - 1), (0, -rows.shape[-1] % 4)]).reshape(-1, 4)
+    kept = np.zeros(fours.shape, bool)
+    np.put_along_axis(kept, np.argsort(-fours, axis=1, kind="stable")[:, :2], True, axis=1)
+    return np.moveaxis(kept.reshape(*rows.shape[:-1], -1)[..., : rows.shape[-1]], -1, 1)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["created", "restored"])
+def test_the_record_has_the_masks_that_training_chose(flow, again):
+    """The weights turn around: what was least is now largest, so that every mask that is chosen anew changes."""
+    model = flow.create(masks(update_freq=1, more='regular_prune_skip_layers: "c1"'))
+    before = read_record(flow.record)
+    if again:
+        torch.save(model.state_dict(), flow.state)
+        model = flow.restore()
+    with torch.no_grad():
+        for layer in (model.c2, model.c3, model.fc):
+            layer.weight.copy_(1 / layer.weight)
+    model(flow.batches[0])
+    assert read_record(flow.record) == before
+    amct_pytorch.save_prune_retrain_model(model, str(flow.folder / "out" / "net"), flow.batches[0])
+    record = read_record(flow.record)
+    assert [chain.selective.name for chain in record.prune] == [chain.selective.name for chain in before.prune]
+    for old, new in zip(before.prune, record.prune, strict=True):
+        name, mask = new.selective.name, new.selective.mask()
+        assert np.array_equal(mask, best_of_four(model.get_submodule(name).weight.detach().numpy()))
+        assert np.array_equal(mask, old.selective.mask()) == (name not in ("c2", "c3", "fc"))
+    torch.save(model.state_dict(), flow.state)
+    restored = flow.restore().eval()
+    torch.testing.assert_close(restored(flow.batches[1]), model.eval()(flow.batches[1]), rtol=0, atol=0)
+
+
+def test_a_record_of_another_model_gets_no_masks(flow, caplog):
+    model = flow.create(masks())
+    write_record(Record(), flow.record)
+    amct_pytorch.save_prune_retrain_model(model, str(flow.folder / "out" / "net"), flow.batches[0])
+    assert read_record(flow.record).is_empty
+    assert "record.txt is no longer the record of this model" in caplog.text
+
+
 def test_restore_and_save_in_another_process(flow):
     trained = flow.trained(masks(update_freq=2))
     torch.save(flow.batches, flow.folder / "batches.pt")

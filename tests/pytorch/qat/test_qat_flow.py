@@ -54,6 +54,26 @@ def test_create_makes_an_empty_record_and_changes_nothing_else(tmp_path):
     assert read_record(flow.record).is_empty
 
 
+def test_a_checkpoint_of_other_bits_than_the_config_is_refused(trained, tmp_path):
+    """Names and shapes are the same, so that without a word the model would compute something else."""
+    flow, model = trained
+    narrow = Flow(tmp_path, "retrain_weight_quant_config { arq_retrain { dst_type: INT4 } }")
+    trained_narrow = narrow.create()
+    train(trained_narrow, range(2))
+    torch.save(trained_narrow.state_dict(), narrow.state)
+    assert narrow.restore().c2.weight_quantizer.bits == 4
+    wide = Flow(tmp_path, "retrain_weight_quant_config { arq_retrain { dst_type: INT8 } }")
+    with pytest.raises(
+        RuntimeError, match=r'"c2\.weight_quantizer" was trained with 4 bits, the config has 8'
+    ) as caught:
+        wide.restore()
+    assert isinstance(caught.value, AmctError)
+    older = {key: value for key, value in model.state_dict().items() if not key.endswith("trained_bits")}
+    torch.save(older, tmp_path / "older.pth")
+    restored = flow.restore(state=tmp_path / "older.pth")  # it does not tell its bits
+    assert torch.equal(evaluate(restored, images()), evaluate(model, images()))
+
+
 def test_restored_clips_are_the_trained_ones(trained):
     flow, model = trained
     restored = flow.restore()
@@ -184,6 +204,10 @@ def test_saving_before_training_says_what_to_do(tmp_path):
         RuntimeError, match=r'layer "c1": the range of its input is not known yet; run at least 1 batches'
     ):
         flow.save(flow.create())
+    model = flow.create()
+    evaluate(model, images())
+    with pytest.raises(RuntimeError, match="a forward in eval mode does not initialize the clips, as it does in AMCT"):
+        flow.save(model)
     assert not (tmp_path / "out" / "net_quant.json").exists()
 
 
@@ -223,7 +247,7 @@ def test_saving_before_batch_num_batches_is_an_error(tmp_path):
     flow = Flow(tmp_path, "batch_num: 3")
     model = flow.create()
     train(model, [0, 1])
-    with pytest.raises(RuntimeError, match=r'layer "c1".* 3 batches in train mode .*has seen 2'):
+    with pytest.raises(RuntimeError, match=r'layer "c1".* 3 batches in train mode .*has seen 2; a forward in eval'):
         flow.save(model)
     assert not (tmp_path / "out").exists()
     train(model, [2])

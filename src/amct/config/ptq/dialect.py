@@ -55,6 +55,7 @@ class PtqDialect(QuantDialect):
         activation_bits: The bits of activations that a ``QuantConfig`` can ask for.
         balances: Whether the dialect has DMQ and half-precision scales.
         sorted_by_name: Whether the layers are written in the order of their names, not of the model.
+        float_fusible: The types that BatchNorm can be folded into but that are never quantized.
         weight_rounding: How uniform weights are rounded by default.
         weight_scale: What the largest absolute weight is divided by by default.
     """
@@ -68,6 +69,7 @@ class PtqDialect(QuantDialect):
     activation_bits: ClassVar[Collection[int]]
     balances: ClassVar[bool]
     sorted_by_name: ClassVar[bool] = False
+    float_fusible: ClassVar[tuple[str, ...]] = ()
     weight_rounding: ClassVar[WeightRounding]
     weight_scale: ClassVar[WeightScale]
 
@@ -82,7 +84,8 @@ class PtqDialect(QuantDialect):
 
     @property
     def _fusible(self) -> tuple[str, ...]:
-        return tuple(name for name, capability in self.types.items() if capability.fusible)
+        quantized = (name for name, capability in self.types.items() if capability.fusible)
+        return (*quantized, *self.float_fusible)
 
     # -- simple config -------------------------------------------------------------------------------------------------
 
@@ -321,11 +324,15 @@ class PtqDialect(QuantDialect):
             weight=self._plan_weight(layer, block, problems),
             migration_strength=block.data.get(BALANCE_KEY),
             force_fp16=fields.get("fakequant_precision_mode") == FORCE_FP16,
-            skip_fusion=layer.name in fields["skip_fusion_layers"],
+            skip_fusion=self._keeps_norm(layer, fields),
             batch_num=fields["batch_num"],
             weight_rounding=fields.get("weight_rounding", self.weight_rounding),
             weight_scale=fields.get("weight_scale", self.weight_scale),
         )
+
+    def _keeps_norm(self, layer: LayerInfo, fields: Mapping[str, Any]) -> bool:
+        may_fold = fields["do_fusion"] and layer.name not in fields["skip_fusion_layers"]
+        return self.types[layer.type].fusible and not may_fold
 
     def _plan_weight(self, layer: LayerInfo, block: LayerBlock, problems: ProblemList) -> WeightSettings | None:
         capability = self.types[layer.type]

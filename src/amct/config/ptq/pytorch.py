@@ -53,6 +53,7 @@ class PyTorchPtq(PtqDialect):
     activation_bits = (8, 16)
     balances = True
     sorted_by_name = True
+    float_fusible = ("ConvTranspose3d",)
     weight_rounding = "nearest"
     weight_scale = "negative_side"
 

@@ -289,6 +289,8 @@ class QatExpander:
         if enabled and self.skips.find(layer) is not None:
             what = "quantized although skipped, because an override names these layers or their type"
             self.problems.adjust(layer.name, what, why.position)
+        if enabled:
+            self._warn_of_resets(layer, choice)
         changed: dict[str, Any] = {}
         capability = self.dialect.types[layer.type]
         if block.weight.given.get("channel_wise") and capability.weights and not capability.channel_wise:
@@ -300,6 +302,18 @@ class QatExpander:
         target = LayerBlock(name=layer.name, type=layer.type, data={SWITCH_KEY: enabled}, origins=origins)
         self.dialect.write(block, changed, target)
         return target
+
+    def _warn_of_resets(self, layer: LayerInfo, choice: Choice) -> None:
+        """Warn where an override in a file lacks a block, because it inherits nothing from the common one."""
+        if choice.origin.level not in (Level.LAYER, Level.TYPE) or choice.block is None:
+            return
+        names = QUANT_BLOCKS if self.dialect.types[layer.type].weights else QUANT_BLOCKS[:1]
+        missing = [name for name in names if not has(choice, name)]
+        inherited = [name for name in missing if has(self.blocks.common, name)]
+        if inherited or len(missing) == len(names):
+            lacks = f"the override has no {' and no '.join(missing)}"
+            what = f"{lacks}: built-in defaults apply instead of the global block"
+            self.problems.adjust(layer.name, what, choice.origin.position)
 
 
 # -- The configs of quantization-aware training of PyTorch models ------------------------------------------------------

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amct import atomic
@@ -40,7 +42,6 @@ from amct.record import Record, read_record, write_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from torch import nn
 
@@ -53,6 +54,8 @@ AnyPath = str | os.PathLike[str]
 
 _PRUNED = "amct_pruned_channels"
 """The attribute of a created or restored model that tells what was pruned, to know its record again."""
+_RECORD = "amct_prune_record"
+"""The attribute of such a model that tells where its record is."""
 
 
 def create_prune_retrain_model(
@@ -115,6 +118,8 @@ def save_prune_retrain_model(
 ) -> None:
     """Write the pruned model, which is float, as ``<save_path>_deploy_model.onnx`` and ``…_fake_quant_model.onnx``.
 
+    The record that the model was created or restored with gets the trained 2:4 masks.
+
     Args:
         model: the trained model, in any mode; DistributedDataParallel is unwrapped.
         save_path: ``folder/prefix``.
@@ -142,7 +147,10 @@ def save_prune_retrain_model(
         logger.warning(
             "model: create_prune_retrain_model or restore_prune_retrain_model did not prune it; it is saved as is"
         )
+    masks = _record_with_masks(trained)
     save_float(trained, where, input_data, io)
+    if masks is not None:
+        write_record(*masks)
 
 
 def create_compressed_retrain_model(
@@ -248,8 +256,7 @@ def _created(
     trainable = _quantized(compressed.model, input_data, plan)
     record = Record(prune=compressed.records)
     write_record(record, path)
-    setattr(trainable, _PRUNED, _pruned_channels(record))
-    return trainable.train()
+    return _with_marks(trainable, record, record_file).train()
 
 
 def _restored(
@@ -266,8 +273,28 @@ def _restored(
     restored = restore_plan(traced, plan.prune, record.prune, os.fspath(files["record_file"]))
     trainable = _quantized(restored, input_data, plan)
     load_state(trainable, files["pth_file"], state_dict_name)
-    setattr(trainable, _PRUNED, _pruned_channels(record))
-    return trainable.train()
+    return _with_marks(trainable, record, files["record_file"]).train()
+
+
+def _with_marks(model: nn.Module, record: Record, file: AnyPath) -> nn.Module:
+    """The model, with what it must know of its record."""
+    setattr(model, _PRUNED, _pruned_channels(record))
+    setattr(model, _RECORD, str(Path(file).absolute()))
+    return model
+
+
+def _record_with_masks(model: nn.Module) -> tuple[Record, Path] | None:
+    """The record of a model with its masks, which training may have chosen anew; None: there is nothing to update."""
+    masks = mask_records(model)
+    if not masks or not hasattr(model, _RECORD):
+        return None
+    path = Path(str(getattr(model, _RECORD)))
+    record = read_record(path) if path.exists() else Record()
+    if _pruned_channels(record) != getattr(model, _PRUNED):
+        logger.warning("%s is no longer the record of this model; the trained 2:4 masks are not written to it", path)
+        return None
+    chains = [chain for chain in record.prune if chain.selective is None]
+    return replace(record, prune=(*chains, *masks)), path
 
 
 def _pruned_channels(record: Record) -> frozenset[tuple[str, tuple[int, ...]]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from amct.errors import AmctError, CheckpointError, MissingFileError, TrainingError, did_you_mean
 from amct.memory import gibibytes
 from amct.pytorch.qat.layers import quantized_layers
-from amct.pytorch.qat.quantizers import ActivationQuantizer, is_observation
+from amct.pytorch.qat.quantizers import BITS, ActivationQuantizer, is_observation
 
 if TYPE_CHECKING:
     from torch import nn
@@ -118,7 +118,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _problems(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    missing = [key for key in own if key not in given]
+    missing = [key for key in own if key not in given and not key.endswith(f".{BITS}")]
     unknown = [key for key in given if key not in own and not is_observation(key)]
     shared = [key for key in own if key in given and isinstance(own[key], Tensor)]
     shapes = [f'"{key}" is no tensor' for key in shared if not isinstance(given[key], Tensor)]
@@ -132,13 +132,26 @@ def _problems(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
         for key in shared
         if isinstance(given[key], Tensor) and given[key].is_complex() and not own[key].is_complex()
     ]
-    found = []
+    found = _other_bits(own, given)
     if missing and all("quantizer." in key for key in missing) and not unknown:
         found.append(f"it is the state_dict of the float model, not of the trainable one: it lacks {_listed(missing)}")
     else:
         found += [f"it lacks {_listed(missing)}"] if missing else []
         found += [f"the model has no {_listed(unknown)}"] if unknown else []
     return [*found, *shapes[:_SHOWN]]
+
+
+def _other_bits(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """The quantizers that were trained with another number of bits than the config has."""
+    found = []
+    for key in own:
+        value = given.get(key)
+        if key.endswith(f".{BITS}") and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            trained, wanted = value.item(), own[key].item()
+            if trained != wanted:
+                name = key.removesuffix(f".{BITS}")
+                found.append(f'"{name}" was trained with {trained:g} bits, the config has {wanted:g}')
+    return found[:_SHOWN]
 
 
 def _listed(keys: list[str]) -> str:

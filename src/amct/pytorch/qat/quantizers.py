@@ -36,8 +36,13 @@ if TYPE_CHECKING:
     from amct.pipeline.weights import FloatWeight
 
 _NAN = float("nan")
+_NOT_IN_EVAL = "a forward in eval mode does not initialize the clips, as it does in AMCT"
 OBSERVED = "observed_"
 """Begins the names of what the first batches held in a ``state_dict``; these entries exist only between them."""
+
+
+BITS = "trained_bits"
+"""The entry of a ``state_dict`` that tells the number of bits a quantizer was trained with; older ones have none."""
 
 
 def is_observation(key: str) -> bool:
@@ -91,6 +96,7 @@ class ActivationQuantizer(nn.Module):
         self.register_buffer("valid_max", torch.tensor(high))
         self.register_buffer("valid_min", torch.tensor(0.0 if fixed_min else low))
         self.register_buffer("batches", torch.tensor(0 if clips is None else batch_num))
+        self.register_buffer(BITS, torch.tensor(float(bits)))
         self._observer: IfmrObserver | None = None
         self._begins_anew = False
         self._ready = clips is not None
@@ -147,7 +153,7 @@ class ActivationQuantizer(nn.Module):
         if not self._find_ready():
             raise TrainingError(
                 f'layer "{self.layer}": its clips are known after {self.batch_num} batches in train mode (batch_num of '
-                f"the config), but the model has seen {int(self.batches)}; train on, or lower batch_num"
+                f"the config), but the model has seen {int(self.batches)}; {_NOT_IN_EVAL}; train on, or lower batch_num"
             )
         scale, offset = ulq_factors(*self._legal_clips(), self.bits, fp16_scale=self.fp16_scale)
         return QParams.of(float(scale), int(offset), self.bits)
@@ -243,7 +249,7 @@ class ActivationQuantizer(nn.Module):
         if int(self.batches) == 0:
             raise TrainingError(
                 f'layer "{self.layer}": the range of its input is not known yet; run at least {self.batch_num} batches '
-                "in train mode before"
+                f"in train mode before ({_NOT_IN_EVAL})"
             )
         raise TrainingError(
             f'layer "{self.layer}": the trained clips are {low:g} and {high:g}; a loss or gradient before was not '
@@ -257,6 +263,7 @@ class ActivationQuantizer(nn.Module):
         kept = {key: value for key, value in state_dict.items() if key.startswith(before)}
         arrays = {key.removeprefix(before): value.numpy(force=True) for key, value in kept.items()}
         rest = {key: value for key, value in state_dict.items() if key not in kept}
+        rest[f"{prefix}{BITS}"] = self.get_buffer(BITS)
         super()._load_from_state_dict(rest, prefix, *arguments)
         self._observer = None
         if arrays:
@@ -303,6 +310,7 @@ class WeightQuantizer(nn.Module):
         self.bits, self.channel_wise, self.learned = bits, channel_wise, learned
         self.kind, self.groups = part.kind, part.gates or part.groups
         self._norm = () if norm is None else (norm,)
+        self.register_buffer(BITS, torch.tensor(float(bits)))
         if learned:
             start = self._measured(part.tensor)
             self.register_parameter("scale", nn.Parameter(start))
@@ -378,7 +386,8 @@ class WeightQuantizer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:  # noqa: ANN401  torch's protocol
         if any(key.startswith(prefix) for key in state_dict):
-            super()._load_from_state_dict(state_dict, prefix, *arguments)
+            own = {f"{prefix}{BITS}": self.get_buffer(BITS)}
+            super()._load_from_state_dict({**state_dict, **own}, prefix, *arguments)
 
 
 def is_recomputing() -> bool:
