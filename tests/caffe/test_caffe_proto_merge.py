@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +18,18 @@ from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.layer import register
 from amct.caffe.engine.layers.activations import Elementwise
 from amct.caffe.engine.messages import read_message
-from amct.caffe.proto_language import read_proto, write_proto
-from amct.caffe.proto_merge import resolve_types
+from amct.caffe.proto_merge import descriptor_of, read_proto
 from amct.caffe.prototxt import layer_list
 from amct.errors import AmctError, ConfigError, FileError, ParseError
 from amct.schema import file_protos
+from caffe_patch.merge_proto import merge
 
-OURS = Path(__file__).parent.parent.parent / "src" / "amct" / "schema" / "caffe.proto"
+SOURCES = Path(__file__).parent.parent.parent / "src"
+OURS = SOURCES / "amct" / "schema" / "caffe.proto"
+RESERVED = [
+    "QuantParameter", "DeQuantParameter", "IFMRParameter", "LSTMQuantParameter", "SearchNParameter",
+    "RetrainDataQuantParameter", "RetrainWeightQuantParameter", "SingleLayerRecord", "ScaleOffsetRecord",
+]  # fmt: skip
 
 TEXTS = Path(__file__).parent.parent / "golden" / "caffe_proto"
 SCENARIO_1, SCENARIO_2, SCENARIO_3, SCENARIO_4 = ((TEXTS / f"scenario{n}.proto").read_text() for n in (1, 2, 3, 4))
@@ -65,8 +73,7 @@ def test_scenario_4_message_name_of_caffe_the_users_wins(tmp_path):
     schema = proto_merge.load_custom_schema(tmp_path / "custom.proto")
     assert schema.new_message("NormalizeParameter").eps == 0.5
     assert schema.new_message("LayerParameter").norm_param.channel_shared is True
-    again = read_proto((tmp_path / "out.proto").read_text(), "out.proto")
-    resolve_types(again, "out.proto")
+    again = read_and_resolve((tmp_path / "out.proto").read_text())
     assert {message.name for message in again.message_type} == {message.name for message in result.file.message_type}
 
 
@@ -76,7 +83,7 @@ def test_all_clashes_are_told_at_once(tmp_path):
     assert len(caught.value.problems) == 2
 
 
-@pytest.mark.parametrize("name", proto_merge.RESERVED)
+@pytest.mark.parametrize("name", RESERVED)
 def test_reserved_names(tmp_path, name):
     with pytest.raises(ConfigError, match=f"message {name} clashes"):
         merged(tmp_path, f"message {name} {{ optional int32 a = 1; }}")
@@ -114,6 +121,78 @@ def test_somebody_elses_caffe_proto_gets_our_layers(tmp_path):
         merged(tmp_path, "message Bar { }", caffe=tmp_path / "other.proto")
 
 
+def test_without_a_custom_proto_a_plain_caffe_proto_gets_all_that_is_ours(tmp_path):
+    plain = tmp_path / "caffe.proto"
+    plain.write_text(
+        "message LayerParameter { optional string name = 1; } message BlobProto { repeated float data = 5; } "
+        "message BatchNormParameter { optional float eps = 3; }"
+    )
+    result = proto_merge.merge_files(None, tmp_path / "out.proto", plain)
+    assert result.notes == []
+    fields = {
+        message.name: {field.name: field.number for field in message.field} for message in result.file.message_type
+    }
+    assert fields["BlobProto"] == {"data": 5, "int8_data": 10, "int32_data": 11}
+    assert fields["BatchNormParameter"] == {"eps": 3, "update_iterations": 200000, "dump_dir": 200001}
+    assert {*RESERVED} <= {*fields}
+
+
+def test_a_message_of_the_user_that_replaces_one_keeps_our_fields(tmp_path):
+    result = merged(tmp_path, "message BlobProto { repeated float data = 5; optional int32 mine = 12; }")
+    (blob,) = (message for message in result.file.message_type if message.name == "BlobProto")
+    assert [field.name for field in blob.field] == ["data", "mine", "int8_data", "int32_data"]
+    with pytest.raises(ConfigError, match=r"BlobProto field mine = 10 clashes with AMCT's own field int8_data = 10"):
+        merged(tmp_path, "message BlobProto { optional int32 mine = 10; }")
+
+
+def test_a_required_field_of_layers_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"custom\.proto: LayerParameter field a = 4 is required: .* write optional"):
+        merged(tmp_path, "message LayerParameter { required int32 a = 4; }")
+
+
+def test_a_file_that_is_replaced_is_kept(tmp_path):
+    (tmp_path / "out.proto").write_text("before")
+    merged(tmp_path, MINE)
+    assert (tmp_path / "out.proto.bak").read_text() == "before"
+
+
+def test_the_merger_runs_on_python_3_6_without_amct(tmp_path):
+    source = Path(merge.__file__)
+    tree = ast.parse(source.read_text(), feature_version=(3, 6))
+    imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported <= set(sys.stdlib_module_names)
+    (tmp_path / "custom.proto").write_text(SCENARIO_1)
+    command = [sys.executable, "-I", str(source), "--caffe_proto", str(OURS)]
+    done = subprocess.run(
+        [*command, "--custom_proto", str(tmp_path / "custom.proto"), str(tmp_path / "out.proto")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "[ERROR]" in done.stderr
+    assert "message QuantParameter clashes" in done.stderr
+    subprocess.run([*command, str(tmp_path / "out.proto")], check=True)
+    assert "IFMRParameter ifmr_param = 200002" in (tmp_path / "out.proto").read_text()
+
+
+def test_amct_custom_proto_says_what_caffe_proto_says():
+    (ours,) = file_protos("caffe")
+    (record,) = (
+        file
+        for file in file_protos("caffe_config")
+        if file.package == "AMCTCaffeProto" and file.message_type[0].name == "ActivationQuantParam"
+    )
+    known = {message.name: message for message in (*ours.message_type, *record.message_type)}
+    own = read_proto((SOURCES / "caffe_patch/merge_proto/amct_custom.proto").read_text(), "amct_custom.proto")
+    for message in own.messages:
+        by_name = {field.name: field for field in known[message.name].field}
+        for field in message.fields:
+            assert by_name[field.name].number == field.number, (message.name, field.name)
+            assert field.kind in (by_name[field.name].type_name.rpartition(".")[2], *merge.SCALARS)
+
+
 # ---------------------------------------------------------------------------------------------------- the reader
 
 
@@ -142,17 +221,13 @@ def _plain(message):
 
 
 def test_our_reader_agrees_with_protoc_on_all_of_caffe_proto():
-    file = read_proto(OURS.read_text(), "caffe.proto")
-    resolve_types(file, "caffe.proto")
     (compiled,) = file_protos("caffe")
-    assert normal(file) == normal(compiled)
+    assert normal(read_and_resolve(OURS.read_text())) == normal(compiled)
 
 
 def test_writing_and_reading_again_changes_nothing():
     (compiled,) = file_protos("caffe")
-    again = read_proto(write_proto(compiled), "again.proto")
-    resolve_types(again, "again.proto")
-    assert normal(again) == normal(compiled)
+    assert normal(read_and_resolve(merge.to_text(read_proto(OURS.read_text(), "caffe.proto")))) == normal(compiled)
 
 
 def test_everything_a_message_can_hold():
@@ -174,8 +249,7 @@ def test_everything_a_message_can_hold():
         """,
         "m.proto",
     )
-    resolve_types(file, "m.proto")
-    message = file.message_type[0]
+    message = descriptor_of(file, "m.proto").message_type[0]
     fields = {field.name: field for field in message.field}
     assert fields["n"].type_name == ".a.b.M.N"
     assert fields["two"].type_name == ".a.b.M.N"
@@ -185,13 +259,11 @@ def test_everything_a_message_can_hold():
     assert message.nested_type[0].field[0].default_value == 'a\n"b'
     assert [value.number for value in message.enum_type[0].value] == [0, -2]
     assert fields["one"].HasField("oneof_index")
-    assert normal(read_and_resolve(write_proto(file))) == normal(file)
+    assert normal(read_and_resolve(merge.to_text(file))) == normal(descriptor_of(file, "m.proto"))
 
 
 def read_and_resolve(text):
-    file = read_proto(text, "again.proto")
-    resolve_types(file, "again.proto")
-    return file
+    return descriptor_of(read_proto(text, "again.proto"), "again.proto")
 
 
 @pytest.mark.parametrize(
@@ -431,9 +503,7 @@ def rebuilt(folder, form, text=WHOLE):
     text += """
 message OwnParameter { enum Mode { QUIET = 0; LOUD = 1; } optional float factor = 1; optional Mode mode = 2; }
 """
-    file = read_proto(text.replace("norm_param = 206", "norm_param = 4206"), "caffe.proto")
-    resolve_types(file, "caffe.proto")
-    content = file.SerializeToString()
+    content = read_and_resolve(text.replace("norm_param = 206", "norm_param = 4206")).SerializeToString()
     folder.mkdir(parents=True, exist_ok=True)
     code = COMPILED[form].format(content=content, text=content.decode("latin1"))
     (folder / "caffe_pb2.py").write_text(f"raise SystemExit('this file was run')\n{code}\n")

@@ -1,11 +1,6 @@
-"""Merges a user's ``custom.proto`` with caffe.proto and AMCT's messages, as a file and at run time.
+"""A user's ``custom.proto`` joined with caffe.proto and AMCT's messages, as a file and at run time.
 
-AMCT's layers use the LayerParameter numbers from 200000 on, and reserved names.
-
-* A message name or a LayerParameter field of the user that AMCT uses: an error that names both.
-* A LayerParameter number of the user that caffe.proto uses under another name: an error that names both.
-* A message, or a LayerParameter field, of the same name as in caffe.proto: the user's is used, with a note.
-
+The merge itself is in ``caffe_patch``, whose ``install.py`` needs it where there is no amct.
 A ``caffe_pb2.py`` that protoc made of a user's whole caffe.proto adds what is unknown here, and clashes with nothing.
 """
 
@@ -13,52 +8,52 @@ from __future__ import annotations
 
 import ast
 import logging
+import re
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+)
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from amct.atomic import write_text
 from amct.caffe.engine.messages import layer_extensions
-from amct.caffe.proto_language import read_proto, write_proto
-from amct.errors import ConfigError, FileError, Problem, did_you_mean
-from amct.schema import file_protos
+from amct.errors import ConfigError, FileError, ParseError, Position, Problem, did_you_mean
 from amct.schema.extension import with_extra_fields
 from amct.schema.pool import numbered
+from caffe_patch.merge_proto.merge import (
+    LAYER,
+    SCALARS,
+    MergeError,
+    Message,
+    ProtoError,
+    ProtoFile,
+    merge,
+    parse,
+    replace_with_backup,
+    to_text,
+)
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, MutableSequence
+    from collections.abc import Iterable
 
     from google.protobuf.descriptor import Descriptor
-    from google.protobuf.descriptor_pb2 import EnumDescriptorProto
 
     from amct.caffe.engine.messages import ProtoMessage
+    from caffe_patch.merge_proto.merge import Enum, Field
 
 
 logger = logging.getLogger(__name__)
-
-LAYER = "LayerParameter"
-#: The LayerParameter numbers of AMCT's quantization layers.
-OWN_NUMBERS = range(200_000, 200_100)
-#: Names that a user's file must not define, whether or not such a message exists here.
-RESERVED = (
-    "QuantParameter",
-    "DeQuantParameter",
-    "IFMRParameter",
-    "LSTMQuantParameter",
-    "SearchNParameter",
-    "RetrainDataQuantParameter",
-    "RetrainWeightQuantParameter",
-    "SingleLayerRecord",
-    "ScaleOffsetRecord",
-)
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ def load_custom_schema(custom: str | os.PathLike[str]) -> CustomSchema:
     Raises:
         FileError, ParseError, ConfigError: It cannot be read, is not a .proto file, or conflicts.
     """
-    return CustomSchema(merge(_read(custom), _ours()))
+    return CustomSchema(_merged(_ours(), custom)[1])
 
 
 _COMPILED = ("caffe_pb2.py", "caffe/proto/caffe_pb2.py")
@@ -120,8 +115,7 @@ def compiled_schema() -> CustomSchema | None:
         found = _description(path)
         if found is None:
             continue
-        joined = _ours()
-        joined.name = "merged.proto"
+        joined = _merged(_ours(), None)[1].file
         _extend(joined, found)
         try:
             schema = CustomSchema(MergeResult(joined))
@@ -154,7 +148,7 @@ def _description(path: Path) -> FileDescriptorProto | None:
                 file = FileDescriptorProto.FromString(content if isinstance(content, bytes) else b"")
             except (DecodeError, UnicodeEncodeError):
                 continue
-            if file.package == "caffe" and _message(file, LAYER) is not None:
+            if file.package == "caffe" and any(message.name == LAYER for message in file.message_type):
                 return file
     return None
 
@@ -198,39 +192,44 @@ def _extend_enum(ours: EnumDescriptorProto, theirs: EnumDescriptorProto) -> None
 
 
 def merge_files(
-    custom: str | os.PathLike[str], output: str | os.PathLike[str], caffe: str | os.PathLike[str] | None = None
+    custom: str | os.PathLike[str] | None,
+    output: str | os.PathLike[str],
+    caffe: str | os.PathLike[str] | None = None,
 ) -> MergeResult:
-    """Merge a custom.proto with a caffe.proto (by default this package's) and AMCT's layers, and write the result.
+    """Merge a caffe.proto (by default this package's) with AMCT's layers and a custom.proto, and write the result.
+
+    A file that is there already is kept with ``.bak`` behind its name.
 
     Raises:
         FileError, ParseError, ConfigError: A file cannot be read or written, is not a .proto file, or conflicts.
     """
-    base = _ours() if caffe is None else _with_own_layers(_read(caffe))
-    result = merge(_read(custom), base)
-    write_text(output, write_proto(result.file))
+    base = _ours() if caffe is None else _read(caffe)
+    base.package = base.package or "caffe"
+    file, result = _merged(base, custom)
+    try:
+        replace_with_backup(str(output), to_text(file))
+    except OSError as error:
+        raise FileError(f"{output}: cannot be written: {error}") from error
     return result
 
 
-def merge(custom: FileDescriptorProto, base: FileDescriptorProto) -> MergeResult:
-    """Merge two parsed files; ``base`` is caffe.proto with AMCT's layers.
-
-    Raises:
-        ConfigError: They conflict; all conflicts are listed.
-    """
-    problems = [*_clashes_with_own(custom, base), *_clashing_numbers(custom, base)]
-    if problems:
-        raise ConfigError.from_problems(problems)
-    joined = FileDescriptorProto()
-    joined.CopyFrom(base)
-    joined.name = "merged.proto"
-    notes = [*_join_layer_fields(joined, _layer_fields(custom)), *_join_types(joined, custom)]
+def _merged(base: ProtoFile, custom: str | os.PathLike[str] | None) -> tuple[ProtoFile, MergeResult]:
+    own = parse((resources.files("caffe_patch.merge_proto") / "amct_custom.proto").read_text("utf-8"), "AMCT's layers")
+    try:
+        notes = merge(base, own, None if custom is None else _read(custom))
+    except MergeError as error:
+        raise ConfigError.from_problems([Problem(problem) for problem in error.problems]) from error
     for note in notes:
         logger.info("%s", note)
-    resolve_types(joined, custom.name)
-    return MergeResult(joined, notes)
+    file = with_extra_fields(descriptor_of(base, str(custom or base.source)), layer_extensions())
+    return base, MergeResult(file, notes)
 
 
-def _read(path: str | os.PathLike[str]) -> FileDescriptorProto:
+def _ours() -> ProtoFile:
+    return parse((resources.files("amct.schema") / "caffe.proto").read_text("utf-8"), "caffe.proto")
+
+
+def _read(path: str | os.PathLike[str]) -> ProtoFile:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -238,113 +237,85 @@ def _read(path: str | os.PathLike[str]) -> FileDescriptorProto:
     return read_proto(text, str(path))
 
 
-def _ours() -> FileDescriptorProto:
-    (file,) = file_protos("caffe")
-    return with_extra_fields(file, layer_extensions())
+def read_proto(text: str, source: str) -> ProtoFile:
+    """Parse the text of a .proto file.
+
+    Raises:
+        ParseError: It is not such a file, with line and column.
+    """
+    try:
+        return parse(text, source)
+    except ProtoError as error:
+        raise ParseError(error.message, position=Position(error.source, error.line, error.column)) from error
 
 
-def _message(file: FileDescriptorProto, name: str) -> DescriptorProto | None:
-    return next((message for message in file.message_type if message.name == name), None)
+# -- A parsed file as protobuf's description of it ---------------------------------------------------------------------
+
+_SCALAR_TYPES = {name: getattr(FieldDescriptorProto, f"TYPE_{name.upper()}") for name in SCALARS}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0"}
 
 
-def _layer_fields(file: FileDescriptorProto) -> list[FieldDescriptorProto]:
-    layer = _message(file, LAYER)
-    return list(layer.field) if layer is not None else []
+def descriptor_of(file: ProtoFile, source: str) -> FileDescriptorProto:
+    """Describe a parsed file to protobuf.
 
-
-def _own_fields(file: FileDescriptorProto) -> list[FieldDescriptorProto]:
-    return [item for item in _layer_fields(file) if item.number in OWN_NUMBERS]
-
-
-def _with_own_layers(base: FileDescriptorProto) -> FileDescriptorProto:
-    """Add AMCT's layers to a user's caffe.proto."""
-    layer = _message(base, LAYER)
-    if layer is None:
-        raise ConfigError(f"{base.name}: not a caffe.proto: it has no message {LAYER}")
-    ours = _ours()
-    base.package = ours.package
-    known = {item.name for item in layer.field}
-    for item in _own_fields(ours):
-        message = _message(ours, item.type_name.rpartition(".")[2])
-        if item.name not in known and message is not None:
-            layer.field.add().CopyFrom(item)
-            if _message(base, message.name) is None:
-                base.message_type.add().CopyFrom(message)
-    return base
-
-
-def _clashes_with_own(custom: FileDescriptorProto, base: FileDescriptorProto) -> Iterable[Problem]:
-    own = _own_fields(base)
-    taken = {*RESERVED, *(item.type_name.rpartition(".")[2] for item in own)}
-    for message in custom.message_type:
-        if message.name in taken:
-            yield Problem(
-                f"{custom.name}: message {message.name} clashes with AMCT's own message {message.name}: give yours "
-                "another name"
-            )
-    for item in _layer_fields(custom):
-        for other in own:
-            if item.name == other.name or item.number == other.number:
-                yield Problem(
-                    f"{custom.name}: {LAYER} field {item.name} = {item.number} clashes with AMCT's own field "
-                    f"{other.name} = "
-                    f"{other.number}: give yours another {'name' if item.name == other.name else 'number'}"
-                )
-
-
-def _clashing_numbers(custom: FileDescriptorProto, base: FileDescriptorProto) -> Iterable[Problem]:
-    for item in _layer_fields(custom):
-        for other in _layer_fields(base):
-            if item.number == other.number and item.name != other.name and other.number not in OWN_NUMBERS:
-                yield Problem(
-                    f"{custom.name}: {LAYER} field {item.name} = {item.number} has the number of caffe.proto's field "
-                    f"{other.name} = {other.number}: give yours another number, best one below 5000 that is free"
-                )
-
-
-def _join_layer_fields(joined: FileDescriptorProto, fields: list[FieldDescriptorProto]) -> Iterable[str]:
-    layer = _message(joined, LAYER)
-    assert layer is not None, "caffe.proto has LayerParameter"
-    for item in fields:
-        for index, other in enumerate(layer.field):
-            if other.name == item.name:
-                del layer.field[index]
-                if other.number != item.number:
-                    yield (
-                        f"{LAYER} field {item.name} = {item.number} of the custom proto replaces caffe.proto's "
-                        f"{other.name} = {other.number}"
-                    )
-                break
-        layer.field.add().CopyFrom(item)
-
-
-def _join_types(joined: FileDescriptorProto, custom: FileDescriptorProto) -> Iterable[str]:
-    for message in custom.message_type:
-        if message.name == LAYER:
-            continue
-        if _remove(joined.message_type, message.name):
-            yield f"message {message.name} of the custom proto replaces the one in caffe.proto"
-        joined.message_type.add().CopyFrom(message)
-    for enum in custom.enum_type:
-        if _remove(joined.enum_type, enum.name):
-            yield f"enum {enum.name} of the custom proto replaces the one in caffe.proto"
-        joined.enum_type.add().CopyFrom(enum)
-
-
-def _remove(items: MutableSequence[Any], name: str) -> bool:
-    for index, item in enumerate(items):
-        if item.name == name:
-            del items[index]
-            return True
-    return False
-
-
-def resolve_types(file: FileDescriptorProto, source: str) -> None:
-    """Replace type names by full names, in place, and set whether each is a message or an enum.
+    Args:
+        file: The file.
+        source: The file that an error names.
 
     Raises:
         ConfigError: The type of a field is not defined.
     """
+    made = FileDescriptorProto(name="merged.proto", syntax="proto2", package=file.package)
+    for enum in file.enums:
+        _fill_enum(made.enum_type.add(), enum)
+    for message in file.messages:
+        _fill_message(made.message_type.add(), message)
+    _resolve_types(made, source)
+    return made
+
+
+def _fill_enum(made: EnumDescriptorProto, enum: Enum) -> None:
+    made.name = enum.name
+    for name, number in enum.values:
+        made.value.add(name=name, number=number)
+
+
+def _fill_message(made: DescriptorProto, message: Message) -> None:
+    made.name = message.name
+    for enum in message.enums:
+        _fill_enum(made.enum_type.add(), enum)
+    for nested in message.messages:
+        _fill_message(made.nested_type.add(), nested)
+    for choice in message.choices:
+        made.oneof_decl.add(name=choice)
+    for each in message.fields:
+        _fill_field(made.field.add(name=each.name, number=each.number), each)
+        if each.choice is not None:
+            made.field[-1].oneof_index = message.choices.index(each.choice)
+
+
+def _fill_field(made: FieldDescriptorProto, field: Field) -> None:
+    made.label = getattr(FieldDescriptorProto, f"LABEL_{field.label.upper()}")
+    if field.kind in _SCALAR_TYPES:
+        made.type = _SCALAR_TYPES[field.kind]
+    else:
+        made.type_name = field.kind
+    for name, text in field.options.items():
+        if name == "default":
+            made.default_value = _constant(text)
+        else:
+            setattr(made.options, name, text == "true")
+
+
+def _constant(text: str) -> str:
+    """The value of a constant as descriptors hold it: strings without quotes, whole numbers in decimal."""
+    if text[0] in "\"'":
+        return re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[1]), text[1:-1])
+    return str(int(text, 16)) if text.lower().startswith(("0x", "-0x")) else text
+
+
+def _resolve_types(file: FileDescriptorProto, source: str) -> None:
+    """Replace type names by full names, in place, and set whether each is a message or an enum."""
     kinds: dict[str, int] = {}
     prefix = f".{file.package}" if file.package else ""
     for enum in file.enum_type:
@@ -382,11 +353,8 @@ def _resolve(message: DescriptorProto, scope: str, kinds: dict[str, int], source
 
 
 def _lookup(name: str, scope: str, kinds: dict[str, int]) -> str | None:
-    if name.startswith("."):
-        return name if name in kinds else None
-    while scope:
-        candidate = f"{scope}.{name}"
-        if candidate in kinds:
-            return candidate
-        scope = scope.rpartition(".")[0]
-    return f".{name}" if f".{name}" in kinds else None
+    candidates: Iterable[str] = [name]
+    if not name.startswith("."):
+        parts = scope.split(".")
+        candidates = [f"{'.'.join(parts[:size])}.{name}" for size in range(len(parts), 0, -1)]
+    return next((each for each in candidates if each in kinds), None)

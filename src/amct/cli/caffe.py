@@ -222,11 +222,13 @@ def run(
 
 @app.command(name="merge-proto")
 def merge_proto(
-    custom: Annotated[Path, typer.Option("--custom", help="Your .proto file with layers of your own.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the joined .proto file.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The joined .proto file to write; one that is there is kept as .bak.")
+    ],
+    custom: Annotated[Path | None, typer.Option("--custom", help="Your .proto file with layers of your own.")] = None,
     caffe: Annotated[Path | None, typer.Option("--caffe", help="A caffe.proto to join with instead of ours.")] = None,
 ) -> None:
-    """Join your custom.proto with caffe.proto; clashes of names and numbers are errors."""
+    """Join caffe.proto with AMCT's layers and your custom.proto; clashes of names and numbers are errors."""
     from amct.caffe.proto_merge import merge_files
 
     for note in merge_files(custom, output, caffe).notes:
