@@ -303,3 +303,56 @@ def wait_for_reader(pipe, process):
         assert process.poll() is None
         time.sleep(0.1)
     raise AssertionError("the command never came to its data")
+
+
+TWO_INPUTS = """\
+name: "two"
+layer { name: "image" type: "Input" top: "image" input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } } }
+layer { name: "more" type: "Input" top: "weight" top: "ids" input_param { shape { dim: 2 dim: 4 } } }
+layer { name: "conv" type: "Convolution" bottom: "image" top: "conv"
+  convolution_param { num_output: 4 kernel_size: 3 weight_filler { type: "xavier" } } }
+layer { name: "fc" type: "InnerProduct" bottom: "conv" top: "fc"
+  inner_product_param { num_output: 4 weight_filler { type: "xavier" } } }
+layer { name: "times" type: "Eltwise" bottom: "fc" bottom: "weight" top: "times" eltwise_param { operation: PROD } }
+layer { name: "sum" type: "Eltwise" bottom: "times" bottom: "ids" top: "sum" }
+"""
+FAKE_QUANT = [f"out/two_fake_quant_{ending}" for ending in ("model.prototxt", "weights.caffemodel")]
+
+
+def test_a_caffe_net_with_several_inputs_takes_arrays_of_their_names(tmp_path, monkeypatch, capsys):
+    from amct_caffe import caffe
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.prototxt").write_text(TWO_INPUTS)
+    caffe.set_random_seed(0)
+    caffe.Net("two.prototxt", caffe.TEST).save("two.caffemodel")
+    random = np.random.default_rng(0)
+    shapes = {"image": (6, 3, 8, 8), "weight": (6, 4), "ids": (6, 4)}
+    arrays = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    np.savez("data.npz", **arrays, unused=np.zeros(3))
+    np.savez("one.npz", image=arrays["image"])
+    np.save("data.npy", arrays["image"])
+    pair, data = ["two.prototxt", "two.caffemodel"], ["--data", "data.npz", "--batch-size", "2"]
+    assert main(["quantize", *pair, *data, "-o", "out/two", "--report"]) == 0
+    assert main(["report", *pair, "out/two", *data, "-o", "report.html"]) == 0
+    capsys.readouterr()
+    assert main(["compare", *pair, "out/two", *data, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["batches"] == 3
+    exact, found = (
+        np.concatenate(
+            [net.forward(**{k: v[at : at + 2] for k, v in arrays.items()})["sum"].copy() for at in (0, 2, 4)]
+        )
+        for net in (caffe.Net(*files, caffe.TEST) for files in (pair, FAKE_QUANT))
+    )
+    noise = found.astype(float) - exact
+    (output,) = result["outputs"]
+    assert output["sqnr"] == pytest.approx(
+        10 * np.log10(np.square(exact, dtype=float).sum() / np.square(noise).sum()), abs=0.01
+    )
+    for command in (["quantize", *pair, "-o", "no/two"], ["compare", *pair, "out/two"]):
+        assert main([*command, "--data", "one.npz"]) == 2
+        assert 'the model has an input "weight", and there is no array of that name' in capsys.readouterr().err
+        assert main([*command, "--data", "data.npy"]) == 2
+        assert 'the model has an input "image"' in capsys.readouterr().err
+    assert not (tmp_path / "no").exists() or not any((tmp_path / "no").iterdir())

@@ -174,12 +174,15 @@ def read_test_phase(prototxt: AnyPath, custom_proto: AnyPath | CustomSchema | No
     return with_unique_names(filter_net(net))
 
 
-def input_shape(prototxt: AnyPath, custom_proto: AnyPath | None = None) -> tuple[int, ...]:
-    """The declared shape of the first input; empty if the net has none (its data come from a layer)."""
-    for layer in read_test_phase(prototxt, custom_proto).layer:
-        if layer.type == "Input" and layer.input_param.shape:
-            return tuple(layer.input_param.shape[0].dim)
-    return ()
+def input_shapes(prototxt: AnyPath) -> dict[str, tuple[int, ...]]:
+    """The declared shapes of the inputs by name; none if the data of the net come from a layer."""
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in read_test_phase(prototxt).layer:
+        if layer.type == "Input":
+            shapes = [tuple(shape.dim) for shape in layer.input_param.shape] or [()]
+            shapes = shapes * len(layer.top) if len(shapes) == 1 else shapes
+            found.update(zip(layer.top, shapes, strict=False))
+    return found
 
 
 def with_unique_names(net: ProtoMessage) -> ProtoMessage:

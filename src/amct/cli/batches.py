@@ -1,7 +1,7 @@
 """Batches of the command line's data in the form that a model takes: converted, of a fixed size, one array per input.
 
-An ONNX model with one float input takes all data formats. One with several inputs or with integer inputs (such as token
-ids) takes an array file: an .npz with arrays named as the inputs, or a .npy for one input, without preprocessing.
+A model with one float input takes all data formats. One with several inputs or with integer inputs (such as token ids)
+takes an array file: an .npz with arrays named as the inputs, or a .npy for one input, without preprocessing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from amct.errors import ArgumentError, CalibrationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -87,8 +87,6 @@ def onnx_data(model: str, options: DataOptions) -> DataBatches:
     Raises:
         AmctError: The model or the data cannot be read, or they do not fit together.
     """
-    from amct.data.arrays import is_array_file
-    from amct.data.samples import file_fingerprint
     from amct.onnx_model.reading import input_shape, read_model
 
     proto = read_model(model).model
@@ -103,10 +101,27 @@ def onnx_data(model: str, options: DataOptions) -> DataBatches:
             lambda: len(stored) if size is None else stored.samples // size,
             stored.identity,
         )
+    return named_batches([value.name for value in proto.graph.input], options, size)
+
+
+def named_batches(names: Sequence[str], options: DataOptions, size: int | None = None) -> DataBatches:
+    """Return the batches of an array file whose arrays have the names of a model's inputs.
+
+    Args:
+        names: The names of the inputs.
+        options: The data.
+        size: The fixed batch size of the model.
+
+    Raises:
+        AmctError: It is no such file, or an array is missing.
+    """
+    from amct.data.arrays import is_array_file
+    from amct.data.samples import file_fingerprint
+
     if not is_array_file(options.data):
-        names = ", ".join(value.name for value in proto.graph.input)
-        raise ArgumentError(f"--data: a model with the inputs {names} needs an .npz with arrays of these names")
-    arrays = _arrays(proto, options)
+        inputs = ", ".join(names)
+        raise ArgumentError(f"--data: a model with the inputs {inputs} needs an .npz with arrays of these names")
+    arrays = _arrays(names, options)
     slices = partial(_slices, arrays, options.batch_size)
     samples = len(next(iter(arrays.values())))
     count = -(-samples // options.batch_size) if size is None else samples // size
@@ -138,7 +153,7 @@ def _slices(arrays: Mapping[str, NDArray[Any]], size: int) -> Iterator[dict[str,
         yield {name: array[start : start + size] for name, array in arrays.items()}
 
 
-def _arrays(proto: ModelProto, options: DataOptions) -> dict[str, NDArray[Any]]:
+def _arrays(names: Sequence[str], options: DataOptions) -> dict[str, NDArray[Any]]:
     from amct.data.arrays import read_arrays
 
     if options.changes_values:
@@ -146,7 +161,6 @@ def _arrays(proto: ModelProto, options: DataOptions) -> dict[str, NDArray[Any]]:
             "--mean, --scale, --size and --crop are for pictures; arrays of inputs are used as they are"
         )
     found = read_arrays(options.data)
-    names = [value.name for value in proto.graph.input]
     if len(names) == 1 and len(found) == 1:
         return {names[0]: next(iter(found.values()))}
     missing = [name for name in names if name not in found]
@@ -160,6 +174,6 @@ def _arrays(proto: ModelProto, options: DataOptions) -> dict[str, NDArray[Any]]:
         counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise ArgumentError(
             f"{options.data}: expected as many samples in every array, got {counts}. Arrays are cut along their first "
-            "axis; for a model whose inputs are not, give the batches in Python: amct.onnx_model.quantize(model, [...])"
+            "axis; for a model whose inputs are not, give the batches in Python: quantize(model, ..., [...])"
         )
     return {name: found[name] for name in names}

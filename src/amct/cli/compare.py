@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from amct import log
-from amct.cli.batches import full_batches
+from amct.cli.batches import full_batches, named_batches
 from amct.cli.model_pair import ModelKind, ModelPair, check_file, parse_models
 from amct.cli.options import DataOptions, Models, Top1, takes_data
 from amct.cli.own_layers import takes_own_layers
@@ -95,6 +95,11 @@ class Request:
         """Return the request with pictures in the size and the channels of the model's input, where not given."""
         return replace(self, data=self.data.fitting(model_input))
 
+    def refuse_labels(self) -> None:
+        """Refuse ``--top1`` for a model whose data are arrays by the names of its inputs."""
+        if self.top1:
+            raise ArgumentError("--top1: a model with several inputs, or with whole numbers, has no labels beside them")
+
     @property
     def metric(self) -> Any:  # noqa: ANN401  a Metric, whose module needs torch
         """The top-1 accuracy if ``--top1`` is given, otherwise None."""
@@ -139,10 +144,16 @@ def check_report(path: Path) -> None:
 
 
 def _run_caffe(pair: ModelPair, request: Request) -> _Found:
-    from amct.caffe.prototxt import input_shape
+    from amct.caffe.prototxt import input_shapes
 
-    request = request.fitting(input_shape(pair.float_model[0]))
-    data, metric = request.batches(), request.metric
+    inputs = input_shapes(pair.float_model[0])
+    if len(inputs) > 1:
+        request.refuse_labels()
+        data: Iterable[Any] = named_batches(list(inputs), request.data)
+    else:
+        request = request.fitting(next(iter(inputs.values()), ()))
+        data = request.batches()
+    metric = request.metric
     if request.report is not None:
         from amct.caffe.reporting import files_report
 
@@ -169,8 +180,7 @@ def _run_onnx(pair: ModelPair, request: Request) -> _Found:
     if is_plain(proto):
         request = request.fitting(input_shape(proto, proto.graph.input[0].name) or ())
         return _run_onnx_files(float_model, pair, request, request.batches(_fixed_batch_size(pair.quantized_model[0])))
-    if request.top1:
-        raise ArgumentError("--top1: a model with several inputs, or with whole numbers, has no labels beside them")
+    request.refuse_labels()
     return _run_onnx_files(float_model, pair, request, onnx_data(float_model, request.data))
 
 

@@ -53,7 +53,12 @@ class DataOptions:
     Iteration yields batches, reads one batch at a time and can be repeated.
     """
 
-    data: Annotated[Path, typer.Option(help="Data: a folder of pictures, .npy, .npz, LMDB or idx.")]
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Data: a folder of pictures, .npy, .npz (several inputs: arrays of their names), LMDB or idx."
+        ),
+    ]
     size: Annotated[str | None, typer.Option(help="Resize pictures to this size: 224 or height,width.")] = None
     crop: Annotated[str | None, typer.Option(help="Then crop the centre to this size: 224 or height,width.")] = None
     mean: Annotated[str | None, typer.Option(help="Subtract: 104,117,123 or a mean file.")] = None

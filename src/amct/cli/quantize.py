@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from amct.cli.batches import DataBatches
+from amct.cli.batches import DataBatches, named_batches
 from amct.cli.model_layers import ONNX_ENDING, check_reference, is_prototxt
 from amct.cli.model_pair import check_file
 from amct.cli.options import MODEL_HELP, DataOptions, JsonOption, ShapeOption, takes_data
@@ -205,12 +205,16 @@ def _quantized(
 
     if weights is not None:
         import amct.caffe
-        from amct.caffe.prototxt import input_shape
+        from amct.caffe.prototxt import input_shapes
 
-        declared = input_shape(model)
-        data = data.fitting(declared)
-        files.check_size(data, declared)
-        batches = FirstBatches(data.stored())
+        inputs = input_shapes(model)
+        if len(inputs) > 1:
+            batches = FirstBatches(named_batches(list(inputs), data))
+        else:
+            declared = next(iter(inputs.values()), ())
+            data = data.fitting(declared)
+            files.check_size(data, declared)
+            batches = FirstBatches(data.stored())
         return amct.caffe.quantize(model, weights, batches, config=config, resume=state, equalize=equalize), batches
     if model.endswith(ONNX_ENDING):
         import amct.onnx_model
