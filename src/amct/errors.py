@@ -17,6 +17,7 @@ derives from the built-in type that AMCT raises in the same place::
     │       └── ModelTypeError   (ArgumentTypeError) ... which have the wrong type
     ├── CalibrationError         (RuntimeError)  data or call order make calibration impossible
     │   ├── CalibrationArgumentError (ArgumentError)     ... a setting of a calibration cannot be used
+    │   │   └── CalibrationTypeError (ArgumentTypeError) ... because it has the wrong type
     │   └── MissingDefinitionError   (MissingFileError)  ... the config that names the layers does not exist
     ├── RecordError              (RuntimeError)  a record does not fit its model or is incomplete
     │   ├── RecordValueError     (ValueError)    ... a factor is outside its legal range
@@ -135,6 +136,10 @@ class CalibrationError(AmctError, RuntimeError):
 
 class CalibrationArgumentError(CalibrationError, ArgumentError):
     """A setting of a calibration cannot be used; also a ``ValueError``."""
+
+
+class CalibrationTypeError(CalibrationArgumentError, ArgumentTypeError):
+    """A setting of a calibration has the wrong type; also a ``TypeError``."""
 
 
 class MissingDefinitionError(MissingFileError, CalibrationError):

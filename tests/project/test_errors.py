@@ -21,6 +21,7 @@ BUILT_IN = {
     "ModelTypeError": (RuntimeError, TypeError),
     "CalibrationError": RuntimeError,
     "CalibrationArgumentError": (RuntimeError, ValueError),
+    "CalibrationTypeError": (RuntimeError, TypeError),
     "MissingDefinitionError": (RuntimeError, FileNotFoundError),
     "RecordError": RuntimeError,
     "RecordValueError": ValueError,

@@ -347,7 +347,8 @@ PARAMETERS = {
     "batch_num": ({"batch_num": 0}, RuntimeError, "batch_num must be at least 1, got 0"),
     "percentile": ({"max_percentile": 0.4}, RuntimeError, "max_percentile must be at least 0.5"),
     "range": ({"search_range": [1.3, 0.7]}, RuntimeError, "search_range needs 0 < start < end"),
-    "range type": ({"search_range": 1.0}, TypeError, "search_range must be a list of two numbers"),
+    "range type": ({"search_range": 1.0}, (TypeError, RuntimeError), "search_range must be a list of two numbers"),
+    "algorithm type": ({"act_algo": 1}, (TypeError, RuntimeError), "act_algo must be 'ifmr' or 'hfmg', got 1"),
     "step": ({"search_step": 0.0}, RuntimeError, "search_step must be greater than 0"),
     "bins": ({"act_algo": "hfmg", "num_of_bins": 5}, RuntimeError, "num_of_bins must be 1024"),
     "asymmetric": ({"asymmetric": 1}, TypeError, "asymmetric must be true or false, got 1"),
@@ -358,8 +359,9 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_mistake_in_the_parameters_of_the_module(name):
     parameters, error, message = PARAMETERS[name]
-    with pytest.raises(error, match=message):
-        amct.QuantCalibrationOp("record.txt", parameters)
+    for each in error if isinstance(error, tuple) else (error,):
+        with pytest.raises(each, match=message):
+            amct.QuantCalibrationOp("record.txt", parameters)
 
 
 def test_a_percentile_of_the_module_may_be_one_half():

@@ -488,6 +488,11 @@ def test_a_linear_module_has_one_scale():
 SETTINGS = {
     "padding_mode": (lambda: amct.Conv2dQAT(4, 6, 3, padding_mode="reflect"), 'padding_mode is "reflect"'),
     "dilation": (lambda: amct.Conv3dQAT(4, 6, 3, dilation=2), "the first must be 1"),
+    "axes of dilation": (
+        lambda: amct.Conv3dQAT(1, 1, 1, dilation=(1, 1)),
+        r"dilation must be one number or 3, .*\(1, 1\)",
+    ),
+    "axes of stride": (lambda: amct.ConvTranspose1dQAT(1, 1, 1, stride=(1, 1)), "stride must be one number or 1"),
     "layers": (lambda: amct.LSTMQAT(4, 5, 2), "it has 2 layers"),
     "directions": (lambda: amct.GRUQAT(4, 5, bidirectional=True), "it is bidirectional"),
     "projection": (lambda: amct.LSTMQAT(4, 5, proj_size=2), "proj_size is 2"),
@@ -514,6 +519,16 @@ def test_mistakes_in_the_input():
         module(torch.full((1, 4, 7, 7), 1.0).index_fill(1, torch.tensor([0]), torch.nan)[..., :1, :1])
     with pytest.raises(ValueError, match="time, batch, features"):
         MODULES["LSTMQAT"]()(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("axes", [1, 7])
+def test_a_product_takes_operands_of_two_to_six_dimensions(axes):
+    operand = torch.rand([3] * axes)
+    with pytest.raises(RuntimeError, match="MatMulQAT: operands must have 2 to 6 dimensions, got"):
+        amct.MatMulQAT()(operand, operand)
+    assert amct.MatMulQAT()(torch.rand(2, 2), torch.rand([2] * 6)).dim() == 6
+    with pytest.raises(TypeError, match="MatMulQAT: device must be str"):
+        amct.MatMulQAT(device=3)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -104,7 +104,8 @@ def pool_of(files: Iterable[FileDescriptorProto]) -> DescriptorPool:
 
 
 @lru_cache(maxsize=64)
-def _pool(schema: Schema, extra: tuple[ExtraField, ...]) -> DescriptorPool:
+def pool(schema: Schema, extra: tuple[ExtraField, ...] = ()) -> DescriptorPool:
+    """The pool of one family, with the fields of extensions."""
     if not extra:
         return pool_of(file_protos(schema))
     from amct.schema.extension import with_extra_fields
@@ -125,7 +126,7 @@ def descriptor(full_name: str, *, schema: Schema, extra: tuple[ExtraField, ...] 
         ArgumentError: The family or the message type is unknown, or an extra field clashes with one of the schema.
     """
     try:
-        return _pool(schema, extra).FindMessageTypeByName(full_name)
+        return pool(schema, extra).FindMessageTypeByName(full_name)
     except KeyError:
         known = [
             f"{file.package}.{message.name}" if file.package else message.name

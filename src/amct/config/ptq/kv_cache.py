@@ -41,6 +41,7 @@ from amct.errors import (
     ArgumentTypeError,
     CalibrationArgumentError,
     CalibrationError,
+    CalibrationTypeError,
     ConfigError,
     ConfigTypeError,
     did_you_mean,
@@ -325,7 +326,7 @@ def plan_from_parameters(parameters: Mapping[str, Any], argument: str) -> KvCach
         argument: The name of the argument in messages.
 
     Raises:
-        ArgumentTypeError: A value has the wrong type; all mistakes are listed.
+        CalibrationTypeError: A value has the wrong type; all mistakes are listed.
         CalibrationArgumentError: Any other mistake; all are listed.
     """
     problems = ProblemList()
@@ -338,7 +339,7 @@ def plan_from_parameters(parameters: Mapping[str, Any], argument: str) -> KvCach
     try:
         problems.raise_all()
     except ConfigTypeError as error:
-        raise ArgumentTypeError(str(error), problems=error.problems) from None
+        raise CalibrationTypeError(str(error), problems=error.problems) from None
     except ConfigError as error:
         raise CalibrationArgumentError(str(error), problems=error.problems) from None
     assert common is not None

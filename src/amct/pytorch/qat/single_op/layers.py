@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from amct.errors import ModelTypeError
+from amct.arguments import check_types
+from amct.errors import ModelArgumentError, ModelTypeError
 from amct.numerics.settings import WeightKind
 from amct.pytorch.qat.layers import ConvForward, ConvTransposeForward, LinearForward
 from amct.pytorch.qat.single_op.module import SingleOp, checked_config
@@ -15,9 +17,10 @@ from amct.pytorch.qat.single_op.state import InputQuantizer, WeightQuantizer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
     from typing_extensions import Self
 
+_MOST_AXES = 6
+"""Of the operands of a quantized product, as in AMCT."""
 _SHARED = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 
 
@@ -42,6 +45,7 @@ class _Convolution(SingleOp):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         checked = checked_config(config, type(self).__name__)
+        self._check_axes(kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation)
         super().__init__(
             in_channels,
             out_channels,
@@ -57,6 +61,19 @@ class _Convolution(SingleOp):
         )
         weights = WeightQuantizer(checked.weights, "weight", self.weight_kind, groups)
         self._add_quantizers(checked, [InputQuantizer(checked.data)], [weights], device)
+
+    def _check_axes(self, **settings: int | tuple[int, ...] | str) -> None:
+        """Raise for a setting with too few or too many numbers, which torch notices in the first forward only.
+
+        Raises:
+            ModelArgumentError: The message names the setting.
+        """
+        axes = (self.input_rank or 0) - 2
+        for name, value in settings.items():
+            if isinstance(value, tuple) and len(value) != axes:
+                raise ModelArgumentError(
+                    f"{type(self).__name__}: {name} must be one number or {axes}, one for each axis, got {value}"
+                )
 
     @classmethod
     def _like(cls, mod: Any, config: Mapping[str, Any] | None) -> Self:  # noqa: ANN401  the attributes are those of its class
@@ -136,6 +153,7 @@ class MatMulQAT(SingleOp):
 
     def __init__(self, device: torch.device | str | None = None, config: Mapping[str, Any] | None = None) -> None:
         checked = checked_config(config, type(self).__name__)
+        check_types("MatMulQAT", {"device": (device, (str, torch.device, type(None)))})
         super().__init__()
         inputs = [InputQuantizer(checked.data), InputQuantizer(checked.data, prefix="acts_other")]
         self._add_quantizers(checked, inputs, [], device)
@@ -154,6 +172,10 @@ class MatMulQAT(SingleOp):
         return cls(config=config).train(mod.training)
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Multiply the quantized tensors."""
+        """Multiply the quantized tensors, of 2 to 6 dimensions."""
+        for operand in (input, other):
+            if isinstance(operand, Tensor) and not 2 <= operand.dim() <= _MOST_AXES:
+                shape = list(operand.shape)
+                raise ModelArgumentError(f"MatMulQAT: operands must have 2 to {_MOST_AXES} dimensions, got {shape}")
         first, second = self.quantized(input, other)
         return first @ second

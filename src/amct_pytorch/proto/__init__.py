@@ -1,0 +1,1 @@
+"""AMCT's modules of its file formats, as protoc would generate them."""
