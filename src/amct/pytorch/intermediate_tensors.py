@@ -23,8 +23,8 @@ from amct.errors import ModelError
 from amct.numerics.observer import MinMaxObserver
 from amct.pytorch.call_sites import CallSite, OperationWatch, all_values
 from amct.pytorch.capture.cached_trace import tensor_fingerprint
-from amct.pytorch.capture.functional_layers import layer_module
-from amct.pytorch.capture.program import quiet_exporters, uncompiled
+from amct.pytorch.capture.functional_layers import layer_module, layer_name, stored_tensors
+from amct.pytorch.capture.program import plain_name, quiet_exporters, uncompiled
 from amct.pytorch.capture.program_graph import call_name
 from amct.pytorch.inputs import example_inputs
 from amct.pytorch.layer_hooks import given_input, hidden_from_modes
@@ -262,21 +262,26 @@ def _program_fingerprints(traced: Traced, wanted: Collection[str]) -> dict[str, 
             return value
 
     with quiet_exporters(), torch.random.fork_rng(devices=[]), torch.no_grad():
-        given = _program_inputs(traced.program, pytree.tree_leaves(_cloned(traced)))
+        given = _program_inputs(traced.program, traced.model, pytree.tree_leaves(_cloned(traced)))
         _FingerprintInterpreter(traced.program.graph_module).run(*given, enable_io_processing=False)
     return fingerprints
 
 
-def _program_inputs(program: ExportedProgram, leaves: Sequence[Any]) -> list[Any]:
-    """What the graph of a program takes: parameters, copies of the buffers, which it may write to, and the inputs."""
+def _program_inputs(program: ExportedProgram, model: nn.Module, leaves: Sequence[Any]) -> list[Any]:
+    """What the graph of a program takes: parameters, copies of the buffers, which it may write to, and the inputs.
+
+    Parameters and buffers are those of the model, whose values may be others than those that were captured.
+    """
     remaining = iter(leaves)
+    current = stored_tensors(model)
     given: list[Any] = []
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
             given.append(next(remaining))
             continue
         name = str(spec.target)
-        stored = program.state_dict[name] if name in program.state_dict else program.constants[name]
+        captured = program.state_dict[name] if name in program.state_dict else program.constants[name]
+        stored = current.get(layer_name(plain_name(name)), captured)
         given.append(stored.clone() if spec.kind is not InputKind.PARAMETER and isinstance(stored, Tensor) else stored)
     return given
 

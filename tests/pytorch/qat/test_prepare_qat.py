@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import amct.pytorch as amct
 from amct.errors import ArgumentError, ArgumentTypeError, ConfigError, TrainingError
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.settings import IfmrSettings
+from amct.pytorch.capture import trace as tracing
 from amct.pytorch.qat.layers import quantized_layers
 
 
@@ -228,3 +230,55 @@ def test_a_pickled_model_is_saved_in_another_process(tmp_path):
     duplicate.save(tmp_path / "net", formats=["fake_quant", "record"])
     model.save(tmp_path / "other", formats=["fake_quant", "record"])
     assert (tmp_path / "net_record.txt").read_text() == (tmp_path / "other_record.txt").read_text()
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """The models that are captured from now on."""
+    found, capture = [], tracing.capture
+    monkeypatch.setattr(tracing, "capture", lambda *args: found.append(args[0]) or capture(*args))
+    return found
+
+
+class WithFunction(nn.Module):
+    """A functional call is a layer, and a tensor that is no buffer is a constant of the program."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.factor = nn.Parameter(torch.randn(5, 3 * 8 * 8)), torch.tensor(2.0)
+
+    def forward(self, x):
+        return functional.linear(x.flatten(1), self.weight) * self.factor
+
+
+CAPTURED = {
+    "norms": (net, (8, 3, 8, 8)),
+    "every kind": (Kinds, (4, 3, 8)),
+    "functional": (WithFunction, (4, 3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("case", CAPTURED)
+def test_a_trained_model_is_not_captured_again(case, captures, tmp_path):
+    make, shape = CAPTURED[case]
+    data = [torch.randn(shape, generator=torch.Generator().manual_seed(5))]
+    model = amct.prepare_qat(make(), data, target="vnni")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.125)
+    model.save(tmp_path / "once", data=data)
+    assert len(captures) == 1
+    model._qat = replace(model._qat, origin=None)
+    model.save(tmp_path / "anew", data=data)
+    assert len(captures) == 2
+    for name in ("qdq_model.onnx", "deploy_model.onnx"):
+        assert (tmp_path / f"once_{name}").read_bytes() == (tmp_path / f"anew_{name}").read_bytes()
+
+
+def test_a_model_that_was_changed_or_unpickled_is_captured_again(captures, tmp_path):
+    model = amct.prepare_qat(net(), batches(1))
+    model.b3.eps = 0.25
+    model.save(tmp_path / "changed")
+    assert len(captures) == 2
+    pickle.loads(pickle.dumps(model)).save(tmp_path / "unpickled")
+    assert len(captures) == 3

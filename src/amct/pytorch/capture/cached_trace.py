@@ -6,6 +6,9 @@ input has the same form. The cache holds only a weak reference to the model.
 A model is deep-copied before tracing, so a fingerprint takes objects apart as ``copy.deepcopy`` and ``pickle`` do, and
 compares the parts by value. Tensors are compared by identity and form because a trace shares them. An object that
 cannot be taken apart has no fingerprint.
+
+A trace also serves copies of its model, such as one that was trained: only the form of parameters and buffers is
+compared then, because those who use a trace take their values from the model.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import types
 import weakref
 import zlib
 from collections.abc import Hashable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,17 +44,51 @@ from amct.pytorch.user_model import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from amct.pytorch.inputs import ExampleInputs
 
 logger = logging.getLogger(__name__)
 
-_cache: WeakKeyDictionary[nn.Module, tuple[object, Traced, bool]] = WeakKeyDictionary()
-"""Fingerprint and last trace of each living model, and whether it has functional layers.
-
-The trace is stored without the model and its inputs.
-"""
-_lock = threading.Lock()
 _PLACEHOLDER = nn.Identity()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KnownTrace:
+    """A trace that may serve again.
+
+    Attributes:
+        key: What is compared; None: nothing is equal to it.
+        traced: The trace without the model and its inputs.
+        has_layers: Whether the model had its functional layers.
+    """
+
+    key: object
+    traced: Traced
+    has_layers: bool
+
+    @classmethod
+    def of(cls, key: object, traced: Traced) -> KnownTrace:
+        """The part of a trace that is kept."""
+        kept = replace(traced, model=_PLACEHOLDER, inputs=replace(traced.inputs, args=(), kwargs={}))
+        return cls(key=key, traced=kept, has_layers=bool(functional_layers(traced.model).sources))
+
+
+_cache: WeakKeyDictionary[nn.Module, KnownTrace] = WeakKeyDictionary()
+"""The last trace of each living model."""
+_lock = threading.Lock()
+
+
+def for_copies(traced: Traced) -> KnownTrace:
+    """The trace for copies of its model with other values; it keeps the tensors of the captured program."""
+    return KnownTrace.of(_form(traced), traced)
+
+
+def _form(traced: Traced) -> object:
+    """What copies of a model have in common; None where a trace depends on values."""
+    if traced.program is None or is_parametrized(traced.model):
+        return None
+    return _key(traced.model, traced.inputs, traced.names, compared="form")
 
 
 def cached_trace(
@@ -61,12 +98,13 @@ def cached_trace(
     io: IoOptions | None = None,
     all_layers: bool = False,
     stored_weights: bool = False,
+    origin: KnownTrace | None = None,
 ) -> Traced:
     """As ``trace``, with the same arguments and errors, but cached.
 
     ``all_layers``: functional calls on parameters and modules called several times are layers too; AMCT's functions
     leave both float. ``stored_weights``: so are layers whose forward computes the weight from parameters; the traced
-    model has the computed weights, so it cannot be trained.
+    model has the computed weights, so it cannot be trained. ``origin``: of the model of which this one is a copy.
     """
     if not isinstance(model, nn.Module):
         return trace(model, input_data)  # raises the error
@@ -79,25 +117,30 @@ def cached_trace(
     plain = with_plain_weights(model)
     with_layers = find_functional_layers(plain, inputs, stored=stored_weights) if all_layers else plain
 
+    def on(known: KnownTrace) -> Traced:
+        return replace(known.traced, model=with_layers if known.has_layers else plain, inputs=inputs, names=io_names)
+
+    if origin is not None and origin.key is not None and _form(on(origin)) == origin.key:
+        return on(origin)
+
     def key_of(traced: Traced) -> object | None:
         # Values decide where control flow depends on them, or torch computes weights from others.
-        found = _key(model, inputs, io_names, with_values=traced.program is None or is_parametrized(model))
+        with_values = traced.program is None or is_parametrized(model)
+        found = _key(model, inputs, io_names, compared="values" if with_values else "identity")
         return None if found is None else (found, all_layers, stored_weights, functional_layers(with_layers))
 
     with _lock:
         cached = _cache.get(model)
-    if cached is not None and cached[0] == key_of(cached[1]):
-        return replace(cached[1], model=with_layers if cached[2] else plain, inputs=inputs, names=io_names)
+    if cached is not None and cached.key == key_of(cached.traced):
+        return on(cached)
     traced = _trace_with_layers(with_layers, input_data, io) if with_layers is not plain else None
-    has_layers = traced is not None
     traced = traced or trace(plain, input_data, io=io, repeated_layers=all_layers)
     key = key_of(traced)
     with _lock:
         if key is None:
             _cache.pop(model, None)
         else:
-            kept = replace(traced, model=_PLACEHOLDER, inputs=replace(inputs, args=(), kwargs={}))
-            _cache[model] = key, kept, has_layers
+            _cache[model] = KnownTrace.of(key, traced)
     return traced
 
 
@@ -115,22 +158,19 @@ def _trace_with_layers(model: nn.Module, input_data: object, io: IoOptions | Non
     return None if any(calls > layers.sources[name].calls for name, calls in found.items()) else traced
 
 
-def _key(model: nn.Module, inputs: ExampleInputs, names: IoNames, *, with_values: bool) -> object | None:
-    """The cache key of a trace; None if the model cannot be compared.
-
-    ``with_values``: include tensor values, for a model whose trace depends on them.
-    """
+def _key(model: nn.Module, inputs: ExampleInputs, names: IoNames, *, compared: Compared) -> object | None:
+    """The cache key of a trace; None if the model cannot be compared."""
     leaves, structure = pytree.tree_flatten((inputs.args, inputs.kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     forms = [(tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in tensors]
     try:
-        values = [tensor_fingerprint(leaf) for leaf in tensors] if with_values else None
-        compared = fingerprint(model, others, tensor_values=with_values)
+        values = [tensor_fingerprint(leaf) for leaf in tensors] if compared == "values" else None
+        found = fingerprint(model, others, compared=compared)
     except NotComparableError as error:
         logger.debug("%s is traced at every call, because it cannot be compared: %s", type(model).__name__, error)
         return None
-    return compared, str(structure), forms, values, names.open_axes(inputs.tensors())
+    return found, str(structure), forms, values, names.open_axes(inputs.tensors())
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------
@@ -138,6 +178,8 @@ def _key(model: nn.Module, inputs: ExampleInputs, names: IoNames, *, with_values
 
 Fingerprint = tuple[bytes, tuple[Hashable, ...]]
 TensorFingerprint = tuple[tuple[int, ...], torch.dtype, int]
+Compared = Literal["identity", "values", "form"]
+"""What is compared of a tensor: that it is the same object; its values too; or, of parameters and buffers, its form."""
 
 _MOST_BYTES = 64 << 20
 _IRRELEVANT = frozenset({"training", "_compiled_call_impl"})
@@ -149,14 +191,16 @@ class NotComparableError(Exception):
     """Part of a model can only be compared by identity, although its state may change."""
 
 
-def fingerprint(*values: object, tensor_values: bool = False) -> Fingerprint:
-    """The fingerprint of objects; ``tensor_values`` includes the content of tensors.
+def fingerprint(*values: object, compared: Compared = "identity") -> Fingerprint:
+    """The fingerprint of objects.
 
     Raises:
         NotComparableError: an object in them cannot be compared by value, or they are too large to compare.
     """
     written = _Digest()
-    parts = _Parts(written, tensor_values)
+    owners = [value for value in values if isinstance(value, nn.Module)]
+    stored = {id(tensor) for owner in owners for tensor in (*owner.parameters(), *owner.buffers())}
+    parts = _Parts(written, compared, stored)
     try:
         parts.dump(values)
     except NotComparableError:
@@ -205,10 +249,12 @@ class _Digest:
 class _Parts(pickle.Pickler):
     """Writes objects as the parts from which they could be built; what is compared by identity becomes a reference."""
 
-    def __init__(self, file: _Digest, tensor_values: bool) -> None:
+    def __init__(self, file: _Digest, compared: Compared, stored: Collection[int]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.references: list[Hashable] = []
-        self._tensor_values = tensor_values
+        self._compared = compared
+        self._stored = stored
+        self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> int | None:  # noqa: ANN401  any object
         """The number of the reference to an object; None for an object that is taken apart."""
@@ -225,8 +271,12 @@ class _Parts(pickle.Pickler):
     def _tensor(self, tensor: torch.Tensor) -> Hashable:
         if torch.nn.parameter.is_lazy(tensor):
             return _Identity(tensor)
-        content = tensor_fingerprint(tensor) if self._tensor_values else None
-        return _Identity(tensor), tuple(tensor.shape), tensor.dtype, tensor.device, content
+        form = tuple(tensor.shape), tensor.dtype, tensor.device
+        if self._compared == "form":
+            if id(tensor) not in self._stored:
+                return *form, tensor_fingerprint(tensor)
+            return *form, self._numbers.setdefault(id(tensor), len(self._numbers))  # shared ones stay shared
+        return _Identity(tensor), *form, tensor_fingerprint(tensor) if self._compared == "values" else None
 
     def reducer_override(self, value: Any) -> Any:  # noqa: ANN401  the pickle protocol
         """The parts of objects that pickle takes by their name; as a state, since they may contain the object."""
@@ -240,9 +290,8 @@ class _Parts(pickle.Pickler):
         if isinstance(value, weakref.ref):
             return tuple, (), (value(),)
         if isinstance(value, nn.Module):
-            state = [
-                item for item in vars(value).items() if item[0] not in _IRRELEVANT and not is_empty_attribute(*item)
-            ]
+            own = sorted(vars(value).items())  # a copy may have another order
+            state = [item for item in own if item[0] not in _IRRELEVANT and not is_empty_attribute(*item)]
             return tuple, (type(value),), state
         return NotImplemented
 

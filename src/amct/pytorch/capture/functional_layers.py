@@ -257,6 +257,12 @@ def layer_name(path: str) -> str:
     return path.replace(_PREFIX, "")
 
 
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers by name; those of a functional layer begin with its name."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {layer_name(name): tensor for name, tensor in named}
+
+
 def layer_module(model: nn.Module, name: str) -> nn.Module:
     """The module of a layer, functional or not.
 

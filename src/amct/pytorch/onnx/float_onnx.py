@@ -28,7 +28,7 @@ from amct.export.request import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE, LayerKind
 from amct.model.operators import WITH_BIAS
 from amct.numerics.arq import reorder_gates
-from amct.pytorch.capture.functional_layers import layer_module, layer_name
+from amct.pytorch.capture.functional_layers import layer_module, layer_name, stored_tensors
 from amct.pytorch.capture.program import quiet_exporters
 from amct.pytorch.onnx.lowering.assembly import Lowered
 from amct.pytorch.onnx.lowering.program import lower
@@ -92,7 +92,7 @@ def float_onnx(
             f"{type(traced.model).__name__} cannot be exported to ONNX, because it cannot be captured as a program: "
             f"{traced.failure}. Calibration works without; to export, express this by operations on tensors"
         )
-    stored = _stored_tensors(fused.model)
+    stored = stored_tensors(fused.model)
     lowered = _lowered(traced.program, traced.names, stored, max(opset, _LOWEST_WRITTEN))
     kinds = {name: KIND_OF_TORCH_TYPE[facts.type] for name, facts in traced.layers.items()}
     calls = {name: facts.calls for name, facts in traced.layers.items()}
@@ -134,16 +134,10 @@ def _lowered_without_writes(
     return Lowered(model=lowered.model, tensors=tensors)
 
 
-def _stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers by name; those of a functional layer begin with its name."""
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return {layer_name(name): tensor for name, tensor in named}
-
-
 def _untied(model: nn.Module, stored: dict[str, torch.Tensor], layers: Collection[str]) -> frozenset[str]:
     """The weights of layers that replaced one which other modules share (an embedding); ``stored`` gets that one."""
     sharing: dict[int, list[str]] = {}
-    for name, tensor in _stored_tensors(model).items():
+    for name, tensor in stored_tensors(model).items():
         if name in stored:  # not that of a folded batch norm
             sharing.setdefault(id(tensor), []).append(name)
     found: set[str] = set()

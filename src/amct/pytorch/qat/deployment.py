@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from amct.config.plan import RetrainPlan
     from amct.model import Graph, Node
     from amct.pipeline.weights import FloatWeight
     from amct.pytorch.inputs import IoOptions
     from amct.pytorch.intermediate_tensors import TensorWatch
     from amct.pytorch.layer_hooks import Arguments
+    from amct.pytorch.qat.model import QatState
     from amct.pytorch.qat.quantizers import WeightQuantizer
 
 
@@ -86,22 +86,22 @@ def as_float_model(model: nn.Module) -> None:
 
 
 def prepare_trained(
-    trained: nn.Module, plain: nn.Module, plan: RetrainPlan, example: Arguments, io: IoOptions, *, all_layers: bool
+    trained: nn.Module, plain: nn.Module, state: QatState, example: Arguments, io: IoOptions
 ) -> TorchPreparation:
     """The folded model with the trained integers.
 
     Args:
         trained: The model with its quantizers.
         plain: A copy of it without, in eval mode.
-        plan: The plan it was trained with.
+        state: What else the model knows: the plan it was trained with, the trace of the model it was made of.
         example: Arguments with which it can be run.
         io: Names and dynamic axes of the exported models.
-        all_layers: Whether functional calls and modules called several times can be layers.
 
     Raises:
         ExportError: A trained layer is not a layer of the model any more.
     """
-    traced = cached_trace(plain, (*example[0], example[1]), io=io, all_layers=all_layers)
+    given = (*example[0], example[1])
+    traced = cached_trace(plain, given, io=io, all_layers=state.all_layers, origin=state.origin)
     layers = quantized_layers(trained)
     lost = [name for name in layers if name not in traced.layers]
     if lost:
@@ -120,7 +120,7 @@ def prepare_trained(
         )
     return TorchPreparation(
         name=type(traced.model).__name__,
-        plan=plan.deployed(),
+        plan=state.plan.deployed(),
         weights=weights,
         quantizable=tuple(traced.layers),
         unquantizable=traced.skips,

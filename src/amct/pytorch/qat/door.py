@@ -25,7 +25,7 @@ from amct.numerics.adaround.scale import least_error_scale
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.settings import IfmrSettings, UlqRetrainSettings
 from amct.pipeline.preparation import enabled_layers
-from amct.pytorch.capture.cached_trace import cached_trace
+from amct.pytorch.capture.cached_trace import cached_trace, for_copies
 from amct.pytorch.capture.functional_layers import child_path, take_functional_layers
 from amct.pytorch.capture.program_graph import call_name
 from amct.pytorch.folding import fuse
@@ -165,7 +165,7 @@ def build(traced: Traced, plan: RetrainPlan, *, weight_bits: Mapping[int, int] |
         else:
             as_quantized(module, own, leader)
     kept = replace(plan, not_quantized=dict(plan.not_quantized))  # a dict can be pickled
-    return as_qat_model(model, QatState(plan=kept, not_folded=norms.skips))
+    return as_qat_model(model, QatState(plan=kept, origin=for_copies(traced), not_folded=norms.skips))
 
 
 def _functional_calls(model: nn.Module, chosen: Collection[str]) -> dict[str, QuantizedCall]:

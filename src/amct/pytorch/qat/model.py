@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from amct.config.plan import RetrainPlan
     from amct.model import Skip
     from amct.pipeline.batches import BatchInputs
+    from amct.pytorch.capture.cached_trace import KnownTrace
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import TorchPreparation
     from amct.report.measuring import Metric
@@ -54,6 +55,7 @@ class QatState:
 
     Attributes:
         plan: How its layers are quantized.
+        origin: The trace of the model it was made of; it serves as long as nothing but values has changed.
         not_folded: The batch norms that will not be folded, with the reasons.
         io: Names and dynamic axes of the exported models.
         example: Arguments of one forward, from the data it was prepared with.
@@ -67,6 +69,7 @@ class QatState:
     """
 
     plan: RetrainPlan
+    origin: KnownTrace | None = None
     not_folded: tuple[Skip, ...] = ()
     io: IoOptions = field(default_factory=IoOptions)
     example: Arguments | None = None
@@ -79,12 +82,12 @@ class QatState:
     freeze_norms: bool = False
 
     def __deepcopy__(self, _: dict[int, Any]) -> QatState:
-        """A copy of the model shares what is never changed: plan, batches and teacher."""
+        """A copy of the model shares what is never changed: plan, trace, batches and teacher."""
         return replace(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A pickled model has no teacher."""
-        return {**vars(self), "teacher": ()}
+        """A pickled model has no teacher and no trace."""
+        return {**vars(self), "origin": None, "teacher": ()}
 
 
 class QatModel(nn.Module):
@@ -164,7 +167,7 @@ class QatModel(nn.Module):
         del plain._qat
         plain.__class__ = self.float_class
         as_float_model(plain)
-        return prepare_trained(trained, plain, self._qat.plan, example, io, all_layers=self._qat.all_layers)
+        return prepare_trained(trained, plain, self._qat, example, io)
 
     @property
     def not_folded(self) -> tuple[Skip, ...]:
