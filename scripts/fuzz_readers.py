@@ -40,9 +40,9 @@ from amct.data.lmdb import write_lmdb
 from amct.data.samples import Preparation, open_samples, read_mean
 from amct.errors import AmctError
 from amct.export.check.batch import batch_beside, batch_path
-from amct.export.qdq.tensor_factors import read_tensor_factors
 from amct.model.quant_json import read_quant_json
 from amct.record import Record, encode_record, format_record, parse_record, read_any_record
+from amct.record.conversion import read_tensor_qparams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -343,7 +343,7 @@ def _files_beside(model: Model, folder: Path) -> Iterator[tuple[str, Reader]]:
     yield "quant.json", Reader("json", (document,), report, weight=2)
     yield (
         "tensor factors",
-        Reader("json", (factors.read_bytes(),), lambda c, at: read_tensor_factors(put(c, at, "f.json"))),
+        Reader("json", (factors.read_bytes(),), lambda c, at: read_tensor_qparams(put(c, at, "f.json"))),
     )
     sound_progress = b'{"version": 1, "layers": {"conv": [1, 2], "fc": [2, 2]}}'
     yield "progress", Reader("json", (sound_progress,), progress)

@@ -24,7 +24,7 @@ from amct.data.images import read_image
 from amct.data.lmdb import parse_datum
 from amct.data.samples import read_image_list, read_mean
 from amct.errors import AmctError
-from amct.export.qdq.tensor_factors import read_tensor_factors
+from amct.record.conversion import read_tensor_qparams
 
 OLD_NET = """
 input: "data" input_dim: 1 input_dim: 3 input_dim: 8 input_dim: 8
@@ -60,7 +60,7 @@ TEXTS = {
     "solver": (SOLVER, read_solver),
     "custom.proto": (CUSTOM, load_custom_schema),
     "list of images": ("a.png 3\nfolder/b.jpg 1\n", read_image_list),
-    "tensor factors": ('{"version": 1, "tensors": {"a": {"scale": 0.1, "zero_point": 3}}}', read_tensor_factors),
+    "tensor factors": ('{"version": 1, "tensors": {"a": {"scale": 0.1, "zero_point": 3}}}', read_tensor_qparams),
 }
 
 

@@ -15,10 +15,9 @@ from onnx import helper, numpy_helper
 from amct.errors import ExportError, FileError, ParseError, RecordValueError
 from amct.export.deploy import ascend_model
 from amct.export.onnx.layer_lookup import LayerBinding, bindings_by_name, find_layers
-from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path, tensor_factors_text
 from amct.model.kinds import LayerKind
 from amct.numerics.qparams import Observed
-from amct.record.conversion import data_qparams
+from amct.record.conversion import data_qparams, read_tensor_qparams, tensor_qparams_path, tensor_qparams_text
 
 GOOD = {"scale_d": 0.1, "offset_d": 0, "scale_w": np.ones(1)}
 
@@ -254,10 +253,10 @@ def test_a_shared_weight_is_copied_for_each_layer():
 def test_tensor_factors_are_read_back_as_written(entries):
     factors = {name: Observed.of(scale, zero) for name, (scale, zero) in entries.items()}
     with tempfile.TemporaryDirectory() as folder:
-        path = tensor_factors_path(Path(folder) / "record.txt")
+        path = tensor_qparams_path(Path(folder) / "record.txt")
         assert path.name == "record.txt.qdq.json"
-        path.write_text(tensor_factors_text(factors))
-        assert read_tensor_factors(path) == factors
+        path.write_text(tensor_qparams_text(factors))
+        assert read_tensor_qparams(path) == factors
 
 
 @pytest.mark.parametrize(
@@ -279,9 +278,9 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path, text, words):
     path = tmp_path / "record.txt.qdq.json"
     path.write_text(text)
     with pytest.raises(ParseError, match=words):
-        read_tensor_factors(path)
+        read_tensor_qparams(path)
 
 
 def test_a_missing_file_is_said(tmp_path):
     with pytest.raises(FileError, match="does not exist"):
-        read_tensor_factors(tmp_path / "record.txt.qdq.json")
+        read_tensor_qparams(tmp_path / "record.txt.qdq.json")

@@ -22,11 +22,11 @@ from amct import extend
 from amct.calibration import ALONE
 from amct.config.python_config import QuantConfig
 from amct.errors import ArgumentTypeError, CalibrationError
-from amct.export.qdq.tensor_factors import tensor_factors_text
 from amct.numerics.observer import MinMaxObserver
 from amct.pipeline import passes
 from amct.pipeline.passes import CalibrationFile
 from amct.record import encode_record
+from amct.record.conversion import tensor_qparams_text
 
 BATCHES = 7
 
@@ -84,7 +84,7 @@ def doors(tmp_path_factory):
 
 def result_of(quantized):
     kept = [np.asarray(each).tobytes() for batch in quantized._examples for each in leaves(batch)]
-    return encode_record(quantized.record, "text"), tensor_factors_text(quantized._tensors or {}), kept
+    return encode_record(quantized.record, "text"), tensor_qparams_text(quantized._tensors or {}), kept
 
 
 def leaves(batch):

@@ -21,11 +21,11 @@ import amct.pytorch as own
 import amct_pytorch as amct
 from amct.errors import ModelError, RecordError
 from amct.export.check.batch import batch_path, read_batch
-from amct.export.qdq.tensor_factors import read_tensor_factors
 from amct.memory import uncollected
 from amct.pytorch import intermediate_tensors
 from amct.pytorch.capture import cached_trace as caching
 from amct.record import read_record
+from amct.record.conversion import read_tensor_qparams
 
 
 @pytest.fixture(autouse=True)
@@ -346,7 +346,7 @@ def test_tensors_between_layers_are_observed_in_any_batch_size(tmp_path):
     batches = [images(1), images(2, count=5), images(3, count=1)]
     for batch in batches:
         calibrating(batch)
-    found = read_tensor_factors(tmp_path / "r.txt.qdq.json")
+    found = read_tensor_qparams(tmp_path / "r.txt.qdq.json")
     ranges = sorted((factors.scale * 255) for factors in found.values())
     total, gated = observed_by_hand(calibrating, batches)
     for expected in (float(total.max() - total.min()), float(gated.max())):
@@ -371,7 +371,7 @@ def test_a_batch_that_takes_another_way_leaves_its_tensors_out(tmp_path):
     calibrating(images(1))
     calibrating(images(2, count=5))
     layers = {"conv2d", "conv2d_1", "conv2d_2"}
-    found = read_tensor_factors(tmp_path / "r.txt.qdq.json")
+    found = read_tensor_qparams(tmp_path / "r.txt.qdq.json")
     assert {name for name, factors in found.items() if factors.mean is None} <= layers
     flow.save()
 

@@ -13,8 +13,8 @@ from torch import nn
 import amct.pytorch as own
 import amct_pytorch as amct
 from amct.errors import ExportError
-from amct.export.qdq.tensor_factors import read_tensor_factors
 from amct.record import read_record
+from amct.record.conversion import read_tensor_qparams
 
 
 def test_an_example_that_is_a_slice_of_a_larger_tensor_is_as_good_as_a_copy(tmp_path):
@@ -28,7 +28,7 @@ def test_an_example_that_is_a_slice_of_a_larger_tensor_is_as_good_as_a_copy(tmp_
         flow = Flow(tmp_path / name, small(), example).configure()
         flow.quantize()(example)
         flow.save()
-        found[name] = (read_record(flow.record), read_tensor_factors(f"{flow.record}.qdq.json"))
+        found[name] = (read_record(flow.record), read_tensor_qparams(f"{flow.record}.qdq.json"))
     assert found["view"] == found["copy"]
     assert any(factors.mean is None for factors in found["view"][1].values())
     names = ("view", "copy")
@@ -190,7 +190,7 @@ def test_a_huge_channel_is_balanced_in_the_fast_file_and_nowhere_else(tmp_path):
     flow = Flow(tmp_path, model, x).configure()
     flow.quantize()(x)
     assert read_record(flow.record)["a"].tensor_balance_factor == ()
-    entries = [entry for entry in read_tensor_factors(f"{flow.record}.qdq.json").values() if entry.balance is not None]
+    entries = [entry for entry in read_tensor_qparams(f"{flow.record}.qdq.json").values() if entry.balance is not None]
     assert len(entries) == 1
     assert max(range(32), key=entries[0].balance.__getitem__) == 5
     flow.save()

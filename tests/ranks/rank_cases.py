@@ -256,13 +256,13 @@ def caffe_model(folder):
 
 def write_result(folder, quantized):
     """The record and the factors of tensors as this process has them, in a file of this process."""
-    from amct.export.qdq.tensor_factors import tensor_factors_text
     from amct.record import encode_record
+    from amct.record.conversion import tensor_qparams_text
 
     who = folder / f"rank{distributed.get_rank()}"
     who.mkdir()
     (who / "record.txt").write_bytes(encode_record(quantized.record, "text"))
-    (who / "tensors.json").write_text(tensor_factors_text(quantized._tensors or {}))
+    (who / "tensors.json").write_text(tensor_qparams_text(quantized._tensors or {}))
     quantized.save(folder / "saved" / "net", formats=("record",))
 
 

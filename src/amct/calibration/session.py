@@ -294,7 +294,7 @@ class CalibrationSession(ObservedTensors):
     def _own_result(self, check: Callable[[], None] | None) -> CalibrationResult:
         if check is not None:
             check()
-        result = replace(_result_of(self._layers, self._beat), tensors=self.tensor_factors())
+        result = replace(_result_of(self._layers, self._beat), tensors=self.tensor_qparams())
         if self._on_end is not None:
             self._on_end(result)
         return result

@@ -298,13 +298,13 @@ class ObservedTensors:
         if self._tensors.pop(name, None) is not None:
             logger.info('tensor "%s" is not observed: %s', name, reason)
 
-    def tensor_factors(self) -> dict[str, Observed]:
-        """The factors of the tensors that were seen."""
+    def tensor_qparams(self) -> dict[str, Observed]:
+        """The parameters of the tensors that were seen."""
         seen = {name: observer for name, observer in self._tensors.items() if observer.batches}
-        return {name: factors for name, observer in seen.items() if (factors := _factors(name, observer))}
+        return {name: qparams for name, observer in seen.items() if (qparams := _qparams(name, observer))}
 
 
-def _factors(name: str, observer: TensorObserver) -> Observed | None:
+def _qparams(name: str, observer: TensorObserver) -> Observed | None:
     try:
         return observer.result()
     except AmctError as error:

@@ -14,11 +14,11 @@ from amct.export.deploy import fake_quant_model
 from amct.export.formats import ExportedFiles, ExportedModel, ExportRequest, add_exported, export, warn_of_replaced
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer_lookup import bindings_by_name
-from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.export.request import RECORD
 from amct.memory import give_back_freed
 from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
 from amct.record import AnyRecord, encode_record
+from amct.record.conversion import tensor_qparams_path, tensor_qparams_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -208,7 +208,7 @@ class OnnxFiles:
         assert self.record is not None
         files["record.txt"] = [encode_record(self.record, "text")]
         if self.tensors is not None:
-            files[str(tensor_factors_path("record.txt"))] = [tensor_factors_text(self.tensors).encode()]
+            files[str(tensor_qparams_path("record.txt"))] = [tensor_qparams_text(self.tensors).encode()]
         return ExportedFiles(files=files)
 
     def check(self, file: FileToCheck) -> tuple[FileCheck | None, ExportedModel | None]:

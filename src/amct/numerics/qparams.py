@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+def float32_tensor(numbers: float | Sequence[float]) -> Tensor:
+    """The numbers as a tensor."""
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QParams:
     """How a tensor is quantized: 0-d tensors, or ``[n]`` for the n parts of an axis.
@@ -42,7 +47,7 @@ class QParams:
     @classmethod
     def of(cls, scale: float | Sequence[float], offset: int | Sequence[int] = 0, bits: int = 8) -> Self:
         """The parameters with these numbers; several are along axis 0."""
-        steps, shifts = torch.tensor(scale, dtype=torch.float32), torch.tensor(offset, dtype=torch.int32)
+        steps, shifts = float32_tensor(scale), torch.tensor(offset, dtype=torch.int32)
         axis = None if steps.ndim == 0 else 0
         return cls(scale=steps, offset=shifts.expand(steps.shape), bits=bits, axis=axis)
 

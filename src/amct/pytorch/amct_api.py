@@ -28,7 +28,6 @@ from amct.config.ptq.pytorch import PYTORCH
 from amct.errors import CalibrationError, ExportError, RecordError, RecordValueError
 from amct.export.check.batch import batch_beside
 from amct.export.check.losses import Reference
-from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
 from amct.export.request import SavePath, SaveRequest
 from amct.export.saving import OnnxFiles, save_files
 from amct.model import Skip
@@ -38,7 +37,7 @@ from amct.pytorch.inputs import IoOptions
 from amct.pytorch.onnx.modified_onnx import FileNotes, file_notes, read_modified, write_modified
 from amct.pytorch.preparation import prepare
 from amct.record import LayerRecord, Record, read_record, validate_record, write_record
-from amct.record.conversion import layer_qparams
+from amct.record.conversion import layer_qparams, read_tensor_qparams, tensor_qparams_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -246,8 +245,8 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         for name, layer in notes.layers.items()
         if layer.enabled and name not in record.layers
     )
-    beside = tensor_factors_path(record_file)
-    tensors = read_tensor_factors(beside) if beside.exists() else None
+    beside = tensor_qparams_path(record_file)
+    tensors = read_tensor_qparams(beside) if beside.exists() else None
     inputs, origin = batch_beside(record_file, model)
     files = OnnxFiles(
         request=SaveRequest(where=where, record_file=Path(record_file)),

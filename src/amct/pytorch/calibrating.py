@@ -12,7 +12,6 @@ from torch import nn
 from amct.calibration import ALONE, BalanceSession, CalibrationSession, RecordFiles
 from amct.calibration.streams import plan_streams
 from amct.export.check.batch import batch_path, encode_batch, kept_inputs
-from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.pipeline.passes import BALANCE
 from amct.pipeline.weights import balance_factors
 from amct.pytorch.capture.functional_layers import layer_module
@@ -20,6 +19,7 @@ from amct.pytorch.capture.layer_types import float_weights
 from amct.pytorch.folding import fuse
 from amct.pytorch.layer_hooks import Balance, given_input, observe_inputs, run_in_context
 from amct.pytorch.user_model import MARK
+from amct.record.conversion import tensor_qparams_path, tensor_qparams_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -71,7 +71,7 @@ def start_calibration(
     model = preparation.quantized_copy(is_private=record_file is None)
     files = None
     if record_file is not None:
-        stale = [tensor_factors_path(record_file), batch_path(record_file)]
+        stale = [tensor_qparams_path(record_file), batch_path(record_file)]
         files = RecordFiles(record_file, stale=stale, writes=ranks.is_first)
     kept = _FirstBatch(preparation) if record_file is not None else None
     cleanup: list[Callable[[], None]] = []
@@ -80,7 +80,7 @@ def start_calibration(
         if files is not None:
             beside: dict[Path, str | Callable[[bytes], bytes]] = {}
             if intermediate is not None:
-                beside[tensor_factors_path(files.record)] = tensor_factors_text(result.tensors)
+                beside[tensor_qparams_path(files.record)] = tensor_qparams_text(result.tensors)
             if kept is not None and (inputs := kept.inputs) is not None:
                 beside[batch_path(files.record)] = lambda record: encode_batch(inputs, record)
             files.complete(preparation.record_of(preparation.with_inputs(result)), beside)

@@ -15,9 +15,9 @@ from test_qat_model import Kinds
 from torch import Tensor, nn
 
 import amct.pytorch as amct
-from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
 from amct.pytorch.qat.layers import quantized_layers
 from amct.record import read_record
+from amct.record.conversion import read_tensor_qparams, tensor_qparams_path
 
 LEARNED = "retrain_weight_quant_config { ulq_retrain { dst_type: INT8 } }"
 
@@ -42,7 +42,7 @@ def test_the_files_are_those_of_post_training_quantization(saved):
     flow, _, folder = saved
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["net_deploy_model.onnx", "net_fake_quant_model.onnx", "net_qdq_model.onnx", "net_quant.json"]
-    assert tensor_factors_path(flow.record).exists()
+    assert tensor_qparams_path(flow.record).exists()
 
 
 def test_the_fake_quant_file_computes_what_the_trained_model_computes(saved):
@@ -94,7 +94,7 @@ def test_quant_json_names_what_was_folded_and_the_record(saved):
 
 def test_the_fast_file_knows_the_tensors_between_layers(saved):
     flow, model, folder = saved
-    tensors = read_tensor_factors(tensor_factors_path(flow.record))
+    tensors = read_tensor_qparams(tensor_qparams_path(flow.record))
     assert any(factors.mean is None for factors in tensors.values())
     assert any(factors.mean is not None for factors in tensors.values()), "inputs of layers, which correct biases"
     found = run_onnx(folder / "net_qdq_model.onnx", images(1))

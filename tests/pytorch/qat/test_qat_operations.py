@@ -17,10 +17,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import amct.pytorch as amct
-from amct.export.qdq.tensor_factors import read_tensor_factors
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.qat.layers import quantized_layers
 from amct.pytorch.qat.operations import OperationQuantizer
+from amct.record.conversion import read_tensor_qparams
 
 
 class Block(nn.Module):
@@ -122,7 +122,7 @@ def test_the_fast_file_computes_what_the_trained_model_computes(trained, optimiz
 
 def test_the_file_of_tensor_factors_has_the_trained_ones(trained):
     model, folder = trained
-    tensors = read_tensor_factors(folder / "net_record.txt.qdq.json")
+    tensors = read_tensor_qparams(folder / "net_record.txt.qdq.json")
     known = {(each.step, each.zero_point) for each in tensors.values()}
     found = [quantizer.qparams() for quantizer in operation_quantizers(model).values()]
     assert {(each.step, each.zero_point) for each in found} <= known

@@ -23,7 +23,6 @@ from amct.atomic import read_bytes
 from amct.config.qat.dialect import PYTORCH_QAT
 from amct.errors import TrainingError
 from amct.export.check.batch import batch_path
-from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.export.request import SavePath, SaveRequest
 from amct.export.saving import save_files
 from amct.pipeline.compare import reference
@@ -36,6 +35,7 @@ from amct.pytorch.qat.door import build
 from amct.pytorch.qat.model import QatModel
 from amct.pytorch.user_model import unwrap
 from amct.record import Record, encode_record, write_record
+from amct.record.conversion import tensor_qparams_path, tensor_qparams_text
 from amct.record.files import form_of
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def save_trained(
     with atomic.FileGroup() as group:
         group.write_bytes(path, encode_record(record, form_of(path) or "text"))
         if tensors is not None:
-            group.write_text(tensor_factors_path(path), tensor_factors_text(tensors))
+            group.write_text(tensor_qparams_path(path), tensor_qparams_text(tensors))
     request = SaveRequest(where=where, record_file=path)
     save_files(preparation.files(request, layers, tensors, compared))
 
@@ -252,7 +252,7 @@ def _built(config_file: AnyPath, model: nn.Module, input_data: object) -> QatMod
 
 def _empty_record(path: Path) -> None:
     write_record(Record(), path)
-    for stale in (tensor_factors_path(path), batch_path(path)):
+    for stale in (tensor_qparams_path(path), batch_path(path)):
         stale.unlink(missing_ok=True)
 
 

@@ -197,7 +197,7 @@ def observe_tensors(
             with attached.forward((args, kwargs)):
                 model(*args, **kwargs)
     attached.detach()
-    return observed.tensor_factors()
+    return observed.tensor_qparams()
 
 
 # -- tensors between layers --------------------------------------------------------------------------------------------
