@@ -179,7 +179,7 @@ DEFAULTS: Mapping[str, str] = MappingProxyType(
         "kv-cache/asymmetric": _OFFSET_DEFAULT,
         "quant_bits": "8",
         "clip_max_min": _CLIP_DEFAULT,
-        "fixed_min": "true behind a ReLU, else false",
+        "fixed_min": "true behind a ReLU if no clip is given, else false",
         "fixed_clip": "true",
     }
 )

@@ -189,8 +189,11 @@ def modified(run):
     return {layer.name: layer for layer in read_message(run.modified[0], "NetParameter").layer}
 
 
-def test_inputs_with_the_same_values_share_their_clips(run):
+def test_inputs_with_the_same_values_share_their_clips(run, caplog):
+    caplog.set_level("INFO", "amct")
     run.create()
+    (line,) = [record.message for record in caplog.records if record.message.startswith("fixed_min")]
+    assert line.startswith('fixed_min: the lower clip of "pool1", "conv2", "sum", "fc" stays at 0')
     layers = modified(run)
     names = {name: [spec.name for spec in layers[name].param] for name in layers if "dataquant" in name}
     assert names["pool1_retraindataquant"] == names["conv2_retraindataquant"] == names["sum_retraindataquant_0"]

@@ -244,7 +244,7 @@ class UlqSettings(TypedSettings):
     Attributes:
         clip_max: Where the upper clip starts; None: IFMR determines it.
         clip_min: Where the lower clip starts; None: IFMR determines it.
-        fixed_min: Whether the lower clip stays at 0; None: it does after a ReLU.
+        fixed_min: Whether the lower clip stays at 0; None: it does after a ReLU, unless clips are given.
         dst_type: The integer type.
     """
 
@@ -283,7 +283,7 @@ class CaffeUlqSettings(CheckedSettings):
     Attributes:
         clip_max: Where the upper clip starts; None: IFMR determines it.
         clip_min: Where the lower clip starts; None: IFMR determines it.
-        fixed_min: Whether the lower clip stays at 0; None: it does after a ReLU, unless clip_min is given.
+        fixed_min: Whether the lower clip stays at 0; None: it does after a ReLU, unless a clip is given.
         fixed_clip: Whether the clips that are given stay as they are instead of being trained; None: they do.
         num_bits: 8, or 9 to 16: factors for that width, stored in 16 bits.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from qat_helpers import GOLDEN, Flow, evaluate
 from torch import nn
 from torch.nn import functional
 
+from amct.pytorch import prepare_qat
 from amct.record import read_record
 
 
@@ -42,15 +41,11 @@ def golden():
         return {name: torch.from_numpy(archive[name]) for name in archive.files}
 
 
-def trained(folder, case, golden, *, as_amct):
+def trained(folder, case, golden):
     model = Retrain()
     model.load_state_dict({key[8:]: value for key, value in golden.items() if key.startswith("weights/")})
     cfg = GOLDEN / case / "quant.cfg"
     flow = Flow(folder, cfg.read_text() if cfg.exists() else None, model, golden["inputs/b0"])
-    if as_amct:  # AMCT sees no ReLU behind pooling and flattening, ours does: give it AMCT's setting
-        config = json.loads(flow.config.read_text())
-        config["fc1"]["retrain_data_config"]["fixed_min"] = False
-        flow.config.write_text(json.dumps(config))
     created = flow.create().train()
     optimizer = torch.optim.SGD(created.parameters(), lr=0.01)
     losses = []
@@ -71,7 +66,7 @@ CASES = [("qat_default", [2.33249, 2.30075, 2.26269]), ("qat_int4_w", [2.33079, 
 
 @pytest.mark.parametrize(("case", "losses"), CASES)
 def test_training_gives_amcts_losses_factors_and_outputs(tmp_path, case, losses, golden):
-    flow, created, found = trained(tmp_path, case, golden, as_amct=True)
+    flow, created, found = trained(tmp_path, case, golden)
     np.testing.assert_allclose(found, losses, rtol=0, atol=1e-4)
     output = evaluate(created, golden["inputs/b0"])
     expected = golden[f"outputs/{case}"]
@@ -134,18 +129,44 @@ def test_amcts_checkpoint_of_another_model_is_refused(tmp_path, golden, amct_sta
 
 @pytest.mark.parametrize("case", ["qat_default", "qat_int4_w"])
 def test_the_config_is_amcts(tmp_path, case, golden):
-    flow, _, _ = trained(tmp_path, case, golden, as_amct=False)
+    flow, _, _ = trained(tmp_path, case, golden)
     assert flow.config.read_text() == (GOLDEN / case / "config.json").read_text()
 
 
-def test_the_lower_clip_stays_zero_behind_relu_pooling_and_flattening(tmp_path, golden):
-    _, created, _ = trained(tmp_path, "qat_default", golden, as_amct=False)
-    assert created.fc1.input_quantizer.fixed_min
+def test_the_lower_clip_stays_zero_where_amct_keeps_it_there(tmp_path, golden):
+    _, created, _ = trained(tmp_path, "qat_default", golden)
+    assert created.c2.input_quantizer.fixed_min
+    assert not created.fc1.input_quantizer.fixed_min  # pooling and flattening in between
     assert not created.c1.input_quantizer.fixed_min
 
 
+def test_prepare_qat_keeps_the_lower_clip_at_zero_behind_pooling_and_flattening_too(golden, caplog):
+    caplog.set_level("INFO", "amct")
+    made = prepare_qat(Retrain(), golden["inputs/b0"])
+    fixed = [name for name in ("c1", "c2", "c3", "dw", "fc1", "fc") if getattr(made, name).input_quantizer.fixed_min]
+    assert fixed == ["c2", "c3", "dw", "fc1", "fc"]
+    (line,) = [record.message for record in caplog.records if "fixed_min" in record.message]
+    assert line.startswith('fixed_min: the lower clip of "c2", "c3", "dw", "fc1", "fc" stays at 0')
+
+
+@pytest.mark.parametrize("as_amct", [True, False])
+def test_given_clips_are_used_behind_a_relu_too(as_amct, tmp_path, golden, caplog):
+    caplog.set_level("INFO", "amct")
+    clips = "retrain_data_quant_config { ulq_quantize { clip_max_min { clip_max: 2.0 clip_min: -0.5 } } }"
+    if as_amct:
+        made = Flow(tmp_path, clips, Retrain(), golden["inputs/b0"]).create()
+    else:
+        (tmp_path / "quant.cfg").write_text(clips)
+        made = prepare_qat(Retrain(), golden["inputs/b0"], config=tmp_path / "quant.cfg")
+    for name in ("c1", "c2", "c3", "fc1"):
+        quantizer = getattr(made, name).input_quantizer
+        assert quantizer.clips == (-0.5, 2.0)
+        assert isinstance(quantizer.clip_min, nn.Parameter)
+    assert "fixed_min" not in caplog.text
+
+
 def test_int4_activations_which_amct_refuses_are_trained_and_saved(tmp_path, golden):
-    flow, created, losses = trained(tmp_path, "qat_int4_arq", golden, as_amct=False)
+    flow, created, losses = trained(tmp_path, "qat_int4_arq", golden)
     assert losses[-1] < losses[0]
     flow.save(created)
     record = read_record(flow.record)

@@ -17,7 +17,7 @@ from amct.caffe.model import read_model, read_training_model, write_model
 from amct.caffe.prototxt import layer_infos
 from amct.caffe.ptq.folding import FusionReport, fuse_after
 from amct.caffe.ptq.graph import input_layer, taken_names, watched_blobs
-from amct.config.qat.dialect import CAFFE_QAT
+from amct.config.qat.dialect import CAFFE_QAT, say_fixed_min
 from amct.model import Skip
 from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 from amct.record import CaffeRecord, write_record
@@ -168,16 +168,18 @@ def insert_retrain_layers(
 def _planned_inputs(tested: CaffeModel, plans: Mapping[str, RetrainLayerPlan]) -> dict[str, list[CaffeUlqSettings]]:
     """The settings of each bottom of the planned layers; ``fixed_min`` is decided."""
     makers = {blob: layer for layer in tested.layers for blob in layer.top}
-    inputs = {}
+    inputs, fixed = {}, []
     for layer in tested.layers:
         if layer.name not in plans:
             continue
         settings = plans[layer.name].activation
         assert isinstance(settings, CaffeUlqSettings)
-        is_open = settings.fixed_min is None and settings.clip_min is None
-        inputs[layer.name] = [
-            replace(settings, fixed_min=_is_positive(blob, makers)) if is_open else settings for blob in layer.bottom
-        ]
+        is_open = settings.fixed_min is None and settings.clip_min is None and settings.clip_max is None
+        positive = [is_open and _is_positive(blob, makers) for blob in layer.bottom]
+        inputs[layer.name] = [replace(settings, fixed_min=True) if each else settings for each in positive]
+        if any(positive):
+            fixed.append(layer.name)
+    say_fixed_min(logger, fixed)
     return inputs
 
 

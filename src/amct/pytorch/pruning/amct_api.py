@@ -327,7 +327,7 @@ def _quantized(model: nn.Module, input_data: object, plan: CompressionPlan) -> n
     if plan.quant is None:
         return model
     plain, masks = without_masks(model)
-    trainable = build(cached_trace(plain, input_data), plan.quant)
+    trainable = build(cached_trace(plain, input_data), plan.quant, only_behind_relu=True)
     put_sparse(trainable, masks)
     return trainable
 

@@ -242,9 +242,8 @@ def _built(config_file: AnyPath, model: nn.Module, input_data: object) -> QatMod
     content = read_bytes(config_file)
     traced = cached_trace(model, input_data)
     layers = traced.config_layers()
-    trainable = build(
-        traced, PYTORCH_QAT.make_plan(PYTORCH_QAT.read_config(content, os.fspath(config_file), layers), layers)
-    )
+    plan = PYTORCH_QAT.make_plan(PYTORCH_QAT.read_config(content, os.fspath(config_file), layers), layers)
+    trainable = build(traced, plan, only_behind_relu=True)
     for skip in (*traced.skips, *trainable.not_folded):
         logger.info("left as it is: %s", skip)
     return trainable

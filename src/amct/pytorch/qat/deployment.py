@@ -366,6 +366,12 @@ def not_negative(graph: Graph, tensor: str) -> bool:
     return True
 
 
+def is_made_by_relu(graph: Graph, tensor: str) -> bool:
+    """Whether a ReLU makes a tensor itself."""
+    node = graph.producer(tensor)
+    return node is not None and node.op == "relu"
+
+
 def _rectifies(node: Node) -> bool:
     settings: Any = node.attributes.get("settings", ())
     return node.op in _RECTIFIERS or (node.op == "hardtanh" and bool(settings) and settings[0] == 0)

@@ -19,6 +19,7 @@ from amct.calibration import CalibrationSession
 from amct.calibration.session import HIDDEN, INPUT, Stream
 from amct.config.plan import OPEN_ENDED
 from amct.config.python_config import retrain_plan_of
+from amct.config.qat.dialect import say_fixed_min
 from amct.errors import ArgumentError, ArgumentTypeError, ModelError
 from amct.export.request import Target
 from amct.numerics.adaround.scale import least_error_scale
@@ -32,7 +33,7 @@ from amct.pytorch.folding import fuse
 from amct.pytorch.inputs import IoOptions, torch_batches
 from amct.pytorch.layer_hooks import observe_inputs
 from amct.pytorch.pruning.sparse import put_sparse, without_masks
-from amct.pytorch.qat.deployment import not_negative, train_placement
+from amct.pytorch.qat.deployment import is_made_by_relu, not_negative, train_placement
 from amct.pytorch.qat.layers import QuantizedCall, as_quantized, put_quantizers, quantized_layers, trained_parts
 from amct.pytorch.qat.model import QatState, as_qat_model, keep_statistics, kept_batch, with_state
 from amct.pytorch.qat.operations import add_calls, instrument
@@ -127,7 +128,13 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
 logger = logging.getLogger(__name__)
 
 
-def build(traced: Traced, plan: RetrainPlan, *, weight_bits: Mapping[int, int] | None = None) -> QatModel:
+def build(
+    traced: Traced,
+    plan: RetrainPlan,
+    *,
+    weight_bits: Mapping[int, int] | None = None,
+    only_behind_relu: bool = False,
+) -> QatModel:
     """Copy the model and give the layers of the plan trained quantizers; the user's model is not changed.
 
     Every module of the copy is in the mode (train or eval) of its original. Batch norms stay modules of their own and
@@ -137,6 +144,7 @@ def build(traced: Traced, plan: RetrainPlan, *, weight_bits: Mapping[int, int] |
         traced: The model.
         plan: How its layers are quantized.
         weight_bits: By number of bits in the plan: another number to train weights with.
+        only_behind_relu: As AMCT, let lower clips stay 0 by default only where a ReLU makes the input itself.
 
     Raises:
         CalibrationError: No layer is to be quantized.
@@ -149,6 +157,7 @@ def build(traced: Traced, plan: RetrainPlan, *, weight_bits: Mapping[int, int] |
     model = copy_in_its_mode(traced.model)
     calls = _functional_calls(model, {layer.name for layer in chosen})
     leaders: dict[object, ActivationQuantizer] = {}
+    positive = _positive_inputs(chosen, traced, only_behind_relu=only_behind_relu)
     for layer in chosen:
         module = calls.get(layer.name) or model.get_submodule(layer.name)
         _check(layer.name, module)
@@ -157,7 +166,8 @@ def build(traced: Traced, plan: RetrainPlan, *, weight_bits: Mapping[int, int] |
         source = _source(traced, layer)
         leader = leaders.get(source) if source is not None else None
         if leader is None:
-            quantizer = activation_quantizer(layer, fixed_min=is_fixed_min(layer, traced))
+            is_fixed = layer.activation.fixed_min or layer.name in positive
+            quantizer = activation_quantizer(layer, fixed_min=bool(is_fixed))
             own["input_quantizer"] = quantizer.to(_device(module))
             leaders[source if source is not None else layer.name] = quantizer
         if isinstance(module, QuantizedCall):
@@ -253,19 +263,24 @@ def _source(traced: Traced, layer: RetrainLayerPlan) -> object:
     return tensor, layer.activation, layer.force_fp16, layer.batch_num
 
 
-def is_fixed_min(layer: RetrainLayerPlan, traced: Traced) -> bool:
-    """Whether the lower clip of a layer's input stays 0: as its plan says, by default after a ReLU.
+def _positive_inputs(layers: Iterable[RetrainLayerPlan], traced: Traced, *, only_behind_relu: bool) -> set[str]:
+    """The layers whose lower clip stays 0 although their plan gives neither clips nor ``fixed_min``.
 
-    Pooling, reshaping and the like in between do not matter. A layer that is called several times must read such a
-    tensor each time.
+    They read what a ReLU made. Pooling, reshaping and the like in between do not matter, unless ``only_behind_relu``. A
+    layer that is called several times must read such a tensor each time.
     """
-    graph = traced.graph
-    if layer.activation.fixed_min is not None:
-        return layer.activation.fixed_min
-    calls = [call_name(layer.name, call) for call in range(traced.layers[layer.name].calls)]
-    if graph is None or any(call not in graph for call in calls):
-        return False
-    return all(not_negative(graph, graph[call].inputs[0]) for call in calls)
+    graph, found = traced.graph, []
+    for layer in layers:
+        given = layer.activation
+        calls = [call_name(layer.name, call) for call in range(traced.layers[layer.name].calls)]
+        if graph is None or any(call not in graph for call in calls):
+            continue
+        is_open = given.fixed_min is None and given.clip_min is None and given.clip_max is None
+        rectified = is_made_by_relu if only_behind_relu else not_negative
+        if is_open and all(rectified(graph, graph[call].inputs[0]) for call in calls):
+            found.append(layer.name)
+    say_fixed_min(logger, found)
+    return set(found)
 
 
 # -- where training starts ---------------------------------------------------------------------------------------------
