@@ -21,7 +21,7 @@ from amct.caffe.model import (
     sample_count,
 )
 from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
-from amct.caffe.onnx.quant import qdq_observers
+from amct.caffe.onnx.quant import export_net, qdq_observers
 from amct.caffe.prototxt import layer_infos
 from amct.caffe.ptq.equalization import divide_channels, find_factors
 from amct.caffe.ptq.graph import QuantGraph, start_calibration
@@ -31,8 +31,10 @@ from amct.calibration import ALONE
 from amct.config.ptq.caffe import CAFFE
 from amct.config.python_config import plan_of
 from amct.errors import ConfigError, ExportError
+from amct.export.formats import ExportedModel
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.runtime import as_tensor
+from amct.export.request import ExportOptions, Placement, Target
 from amct.model import Skip
 from amct.pipeline import flow
 from amct.pipeline.door import Calibration, ModelOutput
@@ -205,6 +207,15 @@ class CaffePreparation:
         """The report entry of each quantized layer."""
         bits = {name: qparams.weight.bits for name, qparams in layers.items() if qparams.weights}
         return report_layers(self.caffe_model(layers).net, self.graph.model.weights, bits)
+
+    def only(self, layers: Mapping[str, LayerQParams]) -> ExportedModel:
+        """The folded float net as ONNX with just these layers quantized, by standard operators."""
+        if isinstance(self.onnx_form, ExportError):
+            raise self.onnx_form
+        options = ExportOptions(placement=Placement.EXACT.value, target=Target.EXACT8.value)
+        found = export_net("qdq", self.onnx_form, layers, options=options)
+        assert isinstance(found, ExportedModel)
+        return found
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert data to batches of the net."""

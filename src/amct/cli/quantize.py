@@ -293,7 +293,7 @@ def _measured_by_name(
 
     measured = measure(with_values(quantized.prepared.float_model(None)), file, batches)
     for document in (path for path in written if path.name.endswith(QUANT_JSON)):
-        add_measurement(document, measured.as_measurement(file.name))
+        add_measurement(document, measured.as_measurement(file.name), None)
     return str(file), measured.layers.values(), measured.outputs
 
 

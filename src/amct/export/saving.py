@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from amct.atomic import FileGroup
 from amct.errors import ExportError
@@ -16,7 +16,15 @@ from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer_lookup import bindings_by_name
 from amct.export.request import RECORD
 from amct.memory import give_back_freed
-from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
+from amct.model.quant_json import (
+    VERSION,
+    FileEntry,
+    LayerEntry,
+    LayerInFile,
+    QuantJson,
+    verdict_of_files,
+    write_quant_json,
+)
 from amct.record import AnyRecord, encode_record
 from amct.record.conversion import tensor_qparams_path, tensor_qparams_text
 
@@ -31,9 +39,15 @@ if TYPE_CHECKING:
     from amct.export.request import SaveRequest
     from amct.model import Skip
     from amct.model.quant_json import FileCheck
+    from amct.model.verdict import Verdict
     from amct.numerics.qparams import LayerQParams, Observed
 
 logger = logging.getLogger(__name__)
+
+ADVICE = (
+    ". The layers to blame: quantized.sensitivity() or amct sensitivity; what helps against which cause: "
+    "docs/my-accuracy-dropped.md"
+)
 
 
 class ModelFiles(Protocol):
@@ -61,7 +75,14 @@ class ModelFiles(Protocol):
         """The content of ``quant.json`` but for the files; ``reports`` has what was exported by format."""
 
 
-def save_files(files: ModelFiles) -> list[Path]:
+class Saved(NamedTuple):
+    """What a save wrote, and the judgement of its worst file; None if no file could be compared."""
+
+    paths: list[Path]
+    verdict: Verdict | None = None
+
+
+def save_files(files: ModelFiles) -> Saved:
     """Write all files of one save as one group.
 
     After an error nothing has changed; after a kill all are old, all are new, or a notice marks them as mixed, and
@@ -76,6 +97,7 @@ def save_files(files: ModelFiles) -> list[Path]:
     saved: list[FileToCheck] = []
     checks: dict[str, FileCheck | None] = {}
     not_written: dict[str, str] = {}
+    verdict = None
     with FileGroup() as group:
         for name in request.formats:
             file = _written(group, request, name, files.export(name))
@@ -91,11 +113,13 @@ def save_files(files: ModelFiles) -> list[Path]:
             saved.append(file)
         if request.models:
             document = files.document({file.format: file.report for file in saved})
+            verdict = verdict_of_files({file.target.name: checks[file.format] for file in saved})
             document = replace(
                 document,
                 files={file.target.name: _file_entry(file, checks[file.format]) for file in saved},
                 not_written={**not_written, **document.not_written},
                 related=request.related(),
+                verdict=verdict,
             )
             write_quant_json(group, request.where.quant_json, document)
         warn_of_replaced(group.written())
@@ -103,7 +127,10 @@ def save_files(files: ModelFiles) -> list[Path]:
     if request.models:
         written.append(request.where.quant_json)
     logger.info("wrote %s", ", ".join(map(str, written)))
-    return written
+    if verdict is not None:
+        bad = verdict.is_at_best("poor")
+        logger.log(logging.WARNING if bad else logging.INFO, "verdict %s%s", verdict, ADVICE if bad else "")
+    return Saved(written, verdict)
 
 
 def _written(group: FileGroup, request: SaveRequest, name: str, exported: Exported | ExportError) -> FileToCheck | str:

@@ -28,8 +28,10 @@
                                "rescaled": ["conv1"], "skipped": [], "notes": [],
                                "check": {                 measured on the written file; see ``FileCheck``
                                  "batch": "a calibration batch", "output": "scores", "cosine": 0.9997, "sqnr": 34.2,
-                                 "simulation_sqnr": 34.5, "speed": 1.6, "costliest": ["conv1 (QLinearConv) 31 %"]}}
+                                 "simulation_sqnr": 34.5, "verdict": "good", "speed": 1.6,
+                                 "costliest": ["conv1 (QLinearConv) 31 %"]}}
       },
+      "verdict": {"level": "good", "reasons": ["the output's SQNR is 34.2 dB"], "of": "net_qdq_model.onnx"},
       "not_written": {"qdq": "layer … has no ONNX form"},
       "measured": {                                 the latest comparison with the float model; see ``Measurement``
         "of": "net_qdq_model.onnx", "on": "8 batches", "layers": {"conv1": 31.2}, "outputs": {"scores": 34.2},
@@ -64,6 +66,7 @@ from amct.model.kinds import (
     LayerKind,  # noqa: TC001  pydantic reads the annotations
     Skip,  # noqa: TC001  pydantic reads the annotations
 )
+from amct.model.verdict import Level, Verdict, worst_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,6 +117,7 @@ class FileCheck:
         cosine: The cosine similarity of this output in the float model and in the file.
         sqnr: Its signal-to-quantization-noise ratio in dB; absent, with a cosine, if both are equal.
         simulation_sqnr: The SQNR of the simulation on the same inputs.
+        verdict: The judgement of this output; None for random inputs, which say nothing about accuracy.
         likely_loss: Decibels by which it may be lower than that of the simulation on data like these inputs.
         speed: The time of the float ONNX file divided by that of this file, in onnxruntime on the machine of the save.
         costliest: The nodes of the file that take most time, with their share.
@@ -128,6 +132,7 @@ class FileCheck:
     cosine: float | None = None
     sqnr: float | None = None
     simulation_sqnr: float | None = None
+    verdict: Level | None = None
     likely_loss: float | None = None
     speed: float | None = None
     costliest: tuple[str, ...] = ()
@@ -135,13 +140,22 @@ class FileCheck:
     left_float: tuple[str, ...] = ()
     not_checked: str = ""
 
+    @property
+    def judged(self) -> str:
+        """What the verdict rests on."""
+        if self.cosine is None:
+            return self.not_checked
+        return "the outputs are equal" if self.sqnr is None else f"the output's SQNR is {self.sqnr:.1f} dB"
+
     def text(self) -> str:
-        """The numbers on one line: ``cosine 0.9997  SQNR 34.2 dB  1.6x float``."""
+        """The numbers on one line: ``Good  cosine 0.9997  SQNR 34.2 dB  1.6x float``."""
         if self.cosine is None:
             parts = [f"not checked: {self.not_checked}"] if self.not_checked else ["runs"]
         else:
             sqnr = "no error" if self.sqnr is None else f"SQNR {self.sqnr:.1f} dB"
             parts = [f"cosine {self.cosine:.4f}", sqnr]
+        if self.verdict is not None:
+            parts.insert(0, self.verdict.capitalize())
         if self.speed is not None:
             parts.append(f"{self.speed:.1f}x float")
         return "  ".join(parts)
@@ -216,6 +230,7 @@ class QuantJson:
     accelerated: tuple[str, ...] = ()
     not_written: Mapping[str, str] = field(default_factory=dict)
     related: Mapping[str, RelatedFile] = field(default_factory=dict)
+    verdict: Verdict | None = None
     measured: Measurement | None = None
 
     @property
@@ -229,6 +244,15 @@ class QuantJson:
         entry = self.files.get(file_name)
         found = {name: layer.files.get(entry.format if entry else "") for name, layer in self.layers.items()}
         return {name: each.weight_bits for name, each in found.items() if each and each.weight_bits}
+
+
+def verdict_of_files(checks: Mapping[str, FileCheck | None]) -> Verdict | None:
+    """The judgement of a save: that of its worst file; None if no file could be compared with the float model."""
+    return worst_of(
+        Verdict(level=check.verdict, reasons=(check.judged,), of=name)
+        for name, check in checks.items()
+        if check is not None and check.verdict is not None
+    )
 
 
 _ADAPTER = TypeAdapter(QuantJson)
@@ -279,13 +303,13 @@ def add_related(path: Path, role: str, file: Path) -> None:
     _change(path, lambda document: replace(document, related={**document.related, role: entry}))
 
 
-def add_measurement(path: Path, measured: Measurement) -> None:
-    """Put a comparison that was made after the save into a quant.json.
+def add_measurement(path: Path, measured: Measurement, verdict: Verdict | None) -> None:
+    """Put a comparison that was made after the save into a quant.json, and its judgement, if there is one.
 
     Raises:
         FileError, ParseError: quant.json cannot be read or written.
     """
-    _change(path, lambda document: replace(document, measured=measured))
+    _change(path, lambda document: replace(document, measured=measured, verdict=verdict or document.verdict))
 
 
 def _change(path: Path, change: Callable[[QuantJson], QuantJson]) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig
     from amct.export.check.losses import Reference
+    from amct.export.formats import ExportedModel
     from amct.export.request import SaveRequest
     from amct.export.saving import ModelFiles
     from amct.model import Skip
@@ -154,6 +155,13 @@ class PreparedModel(Protocol):
 
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded float model as ONNX, its nodes named after their layers; None: the door's default opset."""
+
+    def only(self, layers: Mapping[str, LayerQParams]) -> ExportedModel:
+        """The folded float model as ONNX, with just these layers quantized, by standard operators.
+
+        Raises:
+            ExportError: The model or one of the layers has no such form.
+        """
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Data as batches of the model."""

@@ -12,6 +12,8 @@ import torch
 from amct.calibration.session import HIDDEN, INPUT
 from amct.config.plan import config_text
 from amct.errors import CalibrationError, ExportError
+from amct.export.deploy import fake_quant_model
+from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer_lookup import bindings_by_name, find_layers
 from amct.export.qdq.exporter import plan_tensors
 from amct.export.request import RECORD
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from amct.calibration import CalibrationResult
     from amct.config.plan import LayerPlan, LayerPlans, Plan, PlannedLayer
     from amct.export.check.losses import Reference
+    from amct.export.formats import ExportedModel
     from amct.export.onnx.layer_lookup import LayerBinding
     from amct.export.qdq.exporter import TensorPlan
     from amct.export.request import SaveRequest
@@ -230,6 +233,11 @@ class Preparation(ABC):
             ArgumentError: The opset is outside 16..21.
             ExportError: The model cannot be exported.
         """
+
+    def only(self, layers: Mapping[str, LayerQParams]) -> ExportedModel:
+        """The folded float model with just these layers quantized, by standard operators."""
+        model = self.float_model(None)
+        return fake_quant_model(model, bindings_by_name(model, layers, self.calls), layers, kept=KeptWeights())
 
     def files(
         self,

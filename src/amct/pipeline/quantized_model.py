@@ -11,22 +11,26 @@ from typing import TYPE_CHECKING, Any
 from amct import atomic
 from amct.calibration import all_ranks
 from amct.config.plan import config_text
+from amct.export.check.batch import KeptBatches
 from amct.export.request import DEFAULT_FORMATS, ExportOptions, Placement, SaveRequest, Target
 from amct.export.saving import save_files
 from amct.memory import free_unused_models
 from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, read_quant_json
+from amct.model.verdict import NOT_JUDGED
 from amct.pipeline.compare import FileLayers, WrittenFile, measure, qdq_file, reference
 from amct.report.content import SIMULATION
 from amct.report.filling import ReportSubject, report_content
 from amct.report.measuring import MeasuredReport, check_metric
 from amct.report.page import write_page
 from amct.report.summary import summary_html, summary_text
+from amct.search.sensitivity import LayerSensitivity, layer_sensitivity
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amct.model import Skip
+    from amct.model.verdict import Verdict
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import BatchInputs
@@ -67,6 +71,8 @@ class QuantizedModel:
         self._examples = examples
         self._seconds = seconds
         self._weight_bytes = weight_bytes
+        self._verdict: Verdict | None = None
+        self._sensitivity: Sequence[LayerSensitivity] = ()
 
     @cached_property
     def record(self) -> AnyRecord:
@@ -114,12 +120,27 @@ class QuantizedModel:
         """Every layer that stays float and every batch norm that was not folded, with the reason."""
         return self.prepared.skips
 
+    @property
+    def verdict(self) -> Verdict | None:
+        """Good, Acceptable, Poor or Broken, and why; None if nothing can be compared.
+
+        Of what was measured last: by a report, by the check of a save (its worst file), or, before both, of the
+        simulation on the first calibration batches.
+        """
+        if self._verdict is None:
+            batches = ((example, example) for example in self._examples)
+            measured = measure(*self.prepared.compared_models(self.qparams), batches)
+            self._verdict = measured.verdict(SIMULATION)
+        return self._verdict
+
     def summary(self) -> str:
-        """What was quantized, what was folded, what stays float and why, as text."""
-        return summary_text(self.prepared.name, self.record, self._folded_count, self.skipped)
+        """What was quantized, what was folded, what stays float and why, and the verdict, as text."""
+        text = summary_text(self.prepared.name, self.record, self._folded_count, self.skipped)
+        return f"{text}\nverdict {self.verdict or NOT_JUDGED}"
 
     def __repr__(self) -> str:
-        return f"<{self.summary().splitlines()[0]}>"
+        text = summary_text(self.prepared.name, self.record, self._folded_count, self.skipped)
+        return f"<{text.splitlines()[0]}>"
 
     def _repr_html_(self) -> str:
         """The summary in a notebook."""
@@ -173,7 +194,9 @@ class QuantizedModel:
         if check and request.models:
             compared = reference(self.prepared, self.qparams, self._examples, self._seconds)
             free_unused_models(self._weight_bytes)
-        return save_files(self.prepared.files(request, self.qparams, self._tensors, compared))
+        saved = save_files(self.prepared.files(request, self.qparams, self._tensors, compared))
+        self._verdict = saved.verdict or self._verdict
+        return saved.paths
 
     def compare(
         self, data: object, inputs: BatchInputs | None = None, *, deploy: bool = False
@@ -189,6 +212,37 @@ class QuantizedModel:
         models = self.prepared.compared_models(self.qparams, deploy=deploy)
         measured = measure(*models, batches)
         return [measured.layers[name] for name in self.layers if name in measured.layers]
+
+    def sensitivity(self, data: object = None, inputs: BatchInputs | None = None) -> list[LayerSensitivity]:
+        """How much each layer alone harms the outputs, the worst first: the cause, where ``compare`` shows the victims.
+
+        One layer at a time is quantized in the float model; nothing is calibrated again, and no labels are needed.
+
+        Args:
+            data: As ``calibration_data`` of ``quantize``, of which the first samples are taken (16, or one batch);
+                None: those of the calibration.
+            inputs: As for ``quantize``.
+
+        Raises:
+            ExportError: The model has no ONNX form.
+        """
+        prepared, examples = self.prepared, self._examples
+        if data is not None:
+            kept = KeptBatches()
+            for batch in prepared.batches(data, inputs):
+                kept.notice(batch)
+                if kept.is_full:
+                    break
+            examples = kept.kept
+        found = layer_sensitivity(
+            prepared.float_model(None),
+            self.layers,
+            lambda name: prepared.only({name: self.qparams[name]}),
+            [prepared.onnx_inputs(example) for example in examples],
+        )
+        if data is None:
+            self._sensitivity = found
+        return found
 
     def report(
         self,
@@ -228,7 +282,8 @@ class QuantizedModel:
         listed = [Path(file) for file in files]
         found = self._measured_report(data, metric, inputs, listed)
         _write_report(where, replace(found.content, training=training), listed)
-        _note_measurement(found.measured, found.content.layers_of, listed)
+        self._verdict = found.content.verdict or self._verdict
+        _note_measurement(found.measured, found.content.layers_of, self._verdict, listed)
         return where
 
     def measure_file(self, data: object, files: Iterable[Path], page: Path | None = None) -> Measured | None:
@@ -263,7 +318,7 @@ class QuantizedModel:
         if page is not None and subject is not None:
             of = {"outputs_of": file.name, "layers_of": file.name}
             _write_report(page, report_content(subject, measured, files=listed, **of), listed)
-        _note_measurement(measured, file.name, listed)
+        _note_measurement(measured, file.name, None, listed)
         return measured
 
     def report_content(
@@ -321,11 +376,11 @@ def _write_report(page: Path, content: ReportContent, listed: Iterable[Path]) ->
             add_related(file, "report", page)
 
 
-def _note_measurement(measured: Measured, of: str, listed: Iterable[Path]) -> None:
-    """Put what was measured into a quant.json among the files."""
+def _note_measurement(measured: Measured, of: str, verdict: Verdict | None, listed: Iterable[Path]) -> None:
+    """Put what was measured, and its judgement if it is the latest, into a quant.json among the files."""
     for file in listed:
         if file.name.endswith(QUANT_JSON):
-            add_measurement(file, measured.as_measurement(of))
+            add_measurement(file, measured.as_measurement(of), verdict)
 
 
 def _integer_tensors(files: Iterable[Path]) -> frozenset[str]:

@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from amct.model.verdict import Verdict
     from amct.report.network import Network
-    from amct.report.verdict import Verdict
 
 LARGEST_BARS = 64
 SIMULATION = "the simulation"
 """What numbers were measured of that are not those of a written file."""
+SQNR_STEPS = (10.0, 20.0, 30.0)
+"""The thresholds between the colour classes 0 (worst) to 3."""
+
+
+def sqnr_class(sqnr: float | None) -> str:
+    """Return the CSS class of an SQNR: q0 (below 10 dB) to q3 (30 dB and more), "unmeasured" for None."""
+    if sqnr is None:
+        return "unmeasured"
+    return f"q{sum(sqnr >= step for step in SQNR_STEPS)}"  # NaN is below every threshold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +227,7 @@ class ReportContent:
         measured_on: A description of the data, such as "8 batches".
         outputs_of: What the outputs and the metric were measured of: the name of a written file, or "the simulation".
         layers_of: The same for the layers.
-        verdict: The judgement, if something was measured.
+        verdict: The judgement; None if nothing was measured that a model can be judged by.
         network: The network as a graph; None if it is not known.
         figures: The summary.
         files: The files of the model with their sizes.

@@ -26,7 +26,6 @@ from amct.report.content import (
     WeightRanges,
 )
 from amct.report.measuring import OUTPUT
-from amct.report.verdict import verdict
 
 if TYPE_CHECKING:
     import os
@@ -166,7 +165,7 @@ def report_content(
         measured_on=measured_on or batches,
         outputs_of=outputs_of,
         layers_of=layers_of,
-        verdict=verdict(measured.metric, measured.outputs, [(layer.name, layer.sqnr) for layer in layers]),
+        verdict=measured.verdict(outputs_of),
         network=subject.network,
         figures=tuple(_figures(measured, (before, after))),
         files=file_sizes([Path(file) for file in files]),

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
 from amct.model.quant_json import Measurement, MetricValues
+from amct.model.verdict import judge
 from amct.numerics.similarity import Comparison
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from amct.model.verdict import Verdict
     from amct.numerics.similarity import LayerComparison
     from amct.report.activations import InputStatistics
     from amct.report.content import ActivationContent, ReportContent
@@ -47,6 +49,12 @@ class Measured:
     metric: tuple[float, float] | None = None
     metric_name: str = ""
     batches: int = 0
+
+    def verdict(self, of: str) -> Verdict | None:
+        """The judgement of what was measured; ``of`` is what the outputs were measured of."""
+        layers = ((name, compared.sqnr) for name, compared in self.layers.items())
+        found = judge([output.sqnr for output in self.outputs], self.metric, layers)
+        return None if found is None else replace(found, of=of)
 
     def as_measurement(self, of: str) -> Measurement:
         """The numbers that quant.json keeps; ``of`` is what the layers were measured of."""

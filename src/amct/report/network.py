@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from amct.model.operators import PICTURE_CHEAP, RANDOM
 from amct.printable import shortened
-from amct.report.verdict import sqnr_class
+from amct.report.content import sqnr_class
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -22,9 +22,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from amct import atomic
+from amct.model.verdict import RULE
 from amct.printable import shortened
+from amct.report.content import sqnr_class
 from amct.report.network import LARGEST_NETWORK, drawing
-from amct.report.verdict import RULE, sqnr_class
 
 if TYPE_CHECKING:
     import os

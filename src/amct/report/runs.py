@@ -14,7 +14,7 @@ from amct.errors import ArgumentError
 from amct.model.quant_json import read_quant_json
 from amct.report.filling import metric_figure
 from amct.report.page import environment, resource, shown_bytes
-from amct.report.verdict import sqnr_class
+from amct.report.content import sqnr_class
 
 if TYPE_CHECKING:
     import os

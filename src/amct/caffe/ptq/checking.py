@@ -25,7 +25,7 @@ from amct.export.check.losses import (
     fewest_batches,
     is_worse,
     say_checked,
-    warn_worse,
+    say_worse,
 )
 from amct.memory import give_back_freed
 from amct.pipeline.compare import first_outputs, measure
@@ -152,7 +152,7 @@ class PairCheck:
         result = compared(file.target, self._reference.origin, [batch], [outputs])
         if is_worse(result):
             result = replace(result, differs_at=self._first_layer(files))
-            warn_worse(file.target, result)
+            say_worse(file.target, result)
         say_checked(file.target, result)
         return result
 

@@ -197,7 +197,9 @@ def save_trained(trained: TrainedResults, request: SaveRequest) -> list[Path]:
     """
     results = trained.results
     reference = _pair_reference(results, request.record_file)
-    return save_files(CaffeFiles(request, results, trained.notes, reference=reference, inference=trained.inference))
+    return save_files(
+        CaffeFiles(request, results, trained.notes, reference=reference, inference=trained.inference)
+    ).paths
 
 
 def _checked_record(path: Path, trained: Mapping[str, LayerQParams], model: Trained) -> CaffeRecord:

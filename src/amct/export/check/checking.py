@@ -36,9 +36,9 @@ from amct.export.check.losses import (
     output_similarity,
     say_checked,
     sure_loss,
-    warn_different,
+    say_different,
     warn_slow,
-    warn_worse,
+    say_worse,
 )
 from amct.export.check.running import BUDGET, LoadedModel, outputs_in_parts, speed_apart, speed_of, timed_inputs
 from amct.export.onnx.kept_weights import KeptWeights, read_parts
@@ -310,7 +310,7 @@ class OnnxCheck:
         if found.get("least_speed", 1) < 1:
             warn_slow(file.target, result)
         if is_worse(result):
-            warn_worse(file.target, result)
+            say_worse(file.target, result)
         say_checked(file.target, result)
         return result
 
@@ -318,11 +318,11 @@ class OnnxCheck:
         if not is_worse(measured):
             return measured
         if lost(measured) <= WORSE:
-            warn_worse(file.target, measured)
+            say_worse(file.target, measured)
             return measured
         exact = self._float_sqnr
         if exact is not None and measured.simulation_sqnr is not None and exact < measured.simulation_sqnr + WELL_ABOVE:
-            warn_different(file.target, measured, exact)
+            say_different(file.target, measured, exact)
             return measured
         outputs = None
         if file.format == "deploy":
@@ -337,7 +337,7 @@ class OnnxCheck:
         models = self.original, self._simulate, written
         tensor = first_difference(*models, self._inputs, outputs, more_than=max(WORSE, lost(measured) / 2))
         found = replace(measured, differs_at=tensor or measured.output)
-        warn_worse(file.target, found)
+        say_worse(file.target, found)
         return found
 
     def _repaired(

@@ -35,6 +35,7 @@ import torch
 from amct.errors import ExportError
 from amct.export.check.batch import RANDOM
 from amct.model.quant_json import FileCheck
+from amct.model.verdict import judge
 from amct.numerics.similarity import Comparison
 
 if TYPE_CHECKING:
@@ -322,16 +323,19 @@ def outcome(
     similarity, reasons = found
     missing = "; ".join(f'output "{name}": {reason}' for name, reason in reasons.items())
     if similarity is not None and math.isnan(similarity.sqnr):
-        missing, similarity = f'output "{similarity.output}" has values that are not finite', None
+        missing = f'output "{similarity.output}" has values that are not finite'
         logger.warning("%s: %s", target.name, missing)
+        return FileCheck(batch=origin, not_checked=missing, verdict=None if origin == RANDOM else "broken")
     if similarity is None:
         return FileCheck(batch=origin, not_checked=missing)
+    judged = None if origin == RANDOM else judge([similarity.sqnr])
     return FileCheck(
         batch=origin,
         output=similarity.output,
         cosine=similarity.cosine,
         sqnr=_finite(similarity.sqnr),
         simulation_sqnr=None if simulated is None else _finite(simulated.sqnr),
+        verdict=None if judged is None else judged.level,
         not_checked=missing,
     )
 
@@ -352,11 +356,21 @@ def is_worse(check: FileCheck) -> bool:
     return max(lost(check), check.likely_loss or 0.0) > WORSE
 
 
-def warn_worse(target: Path, check: FileCheck) -> None:
-    """Say that a file is worse than the simulation, and where that begins."""
+def needs_action(check: FileCheck) -> bool:
+    """Whether a file that is worse than the simulation is, or may be on other data, less than Good."""
+    if check.sqnr is None or check.simulation_sqnr is None:
+        return check.verdict == "broken"
+    expected = judge([min(check.sqnr, check.simulation_sqnr - (check.likely_loss or 0.0))])
+    return expected is not None and expected.level != "good"
+
+
+def say_worse(target: Path, check: FileCheck) -> None:
+    """Say that a file is worse than the simulation, and where that begins; a warning if the user should act."""
     found = lost(check)
-    logger.warning(
-        "%s %s worse than the simulation%s (SQNR %.1f instead of %.1f dB%s)%s",
+    act = needs_action(check)
+    logger.log(
+        logging.WARNING if act else logging.INFO,
+        "%s %s worse than the simulation%s (SQNR %.1f instead of %.1f dB%s)%s%s",
         target.name,
         f"is {found:.1f} dB" if found > WORSE else f"may be {check.likely_loss:.1f} dB",
         "" if found > WORSE else " on other data",
@@ -364,12 +378,16 @@ def warn_worse(target: Path, check: FileCheck) -> None:
         check.simulation_sqnr,
         "" if found > WORSE else f" on {check.batch}",
         f'; the first tensor that is worse is "{check.differs_at}"' if check.differs_at else "",
+        '; save with placement="exact" (--placement exact) to get the numbers of the simulation, at less speed'
+        if act and target.name.endswith("qdq_model.onnx")
+        else "",
     )
 
 
-def warn_different(target: Path, check: FileCheck, exact: float) -> None:
-    """Say that a file is worse than the simulation because its float model is not the user's."""
-    logger.warning(
+def say_different(target: Path, check: FileCheck, exact: float) -> None:
+    """Say that a file is worse than the simulation because its float model is not the user's; level as ``say_worse``."""
+    logger.log(
+        logging.WARNING if needs_action(check) else logging.INFO,
         "%s is %.1f dB worse than the simulation (SQNR %.1f instead of %.1f dB), because what was exported does not "
         "compute what the model computes: already in float the SQNR is %.1f dB. The model keeps a state from run to "
         "run, draws random numbers, or its code takes another way while it is captured (torch.compiler.is_compiling)",

@@ -107,7 +107,7 @@ def save_float(
         skipped=notes.skips(),
         beside_record=files.others,
     )
-    return save_files(written)
+    return save_files(written).paths
 
 
 def _refuse_bfloat16(model: nn.Module) -> None:
