@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from amct.model.verdict import Verdict
 from amct.report.content import (
     ActivationContent,
     Figure,
@@ -16,7 +17,6 @@ from amct.report.content import (
     WeightRanges,
 )
 from amct.report.network import Box, Network
-from amct.report.verdict import Verdict
 
 HOSTILE = '</script><script>window.harm=1</script><img src=x onerror="window.harm=1">&amp;\u2028\'"{{ 7*7 }}'
 
@@ -54,7 +54,7 @@ def small_report() -> ReportContent:
         model="Net <b>",
         measured_on="3 batches",
         outputs_of="net_qdq_model.onnx",
-        verdict=Verdict(level="look", reasons=("below 10 dB: <i>",)),
+        verdict=Verdict(level="acceptable", reasons=("below 10 dB: <i>",)),
         network=Network(
             boxes=(
                 Box(name="x", type="input"),

@@ -135,7 +135,8 @@ def test_notes_files_config_and_versions_are_told():
 
 
 def test_the_worst_layers_come_first_and_have_the_longest_bars():
-    worst = worst_layers(small_report().layers, count=3)
+    layers = small_report().layers
+    worst = worst_layers(layers, [layer.sqnr for layer in layers], count=3)
     assert [bar.index for bar in worst] == [3, 1, 5]
     assert worst[0].length == 100
     # 20 dB are a tenth in amplitude.
@@ -144,8 +145,8 @@ def test_the_worst_layers_come_first_and_have_the_longest_bars():
 
 
 def test_layers_without_error_or_without_measurement_are_not_harmed():
-    assert worst_layers((layer("a", math.inf), layer("b", None))) == []
-    (dead,) = worst_layers((layer("a", -math.inf),))
+    assert worst_layers((layer("a", 1.0), layer("b", 1.0)), (math.inf, None)) == []
+    (dead,) = worst_layers((layer("a", 1.0),), (-math.inf,))
     assert (dead.error, dead.length) == (1.0, 100.0)
 
 

@@ -12,6 +12,7 @@ from amct.caffe.comparing import compared_nets, watched_layers
 from amct.caffe.engine.layers.ifmr import observed_inputs
 from amct.caffe.engine.messages import located_in
 from amct.caffe.model import (
+    FEEDFORWARD_TYPES,
     CaffeModel,
     caffe_batches,
     input_blobs,
@@ -208,12 +209,13 @@ class CaffePreparation:
         bits = {name: qparams.weight.bits for name, qparams in layers.items() if qparams.weights}
         return report_layers(self.caffe_model(layers).net, self.graph.model.weights, bits)
 
-    def only(self, layers: Mapping[str, LayerQParams]) -> ExportedModel:
-        """The folded float net as ONNX with just these layers quantized, by standard operators."""
-        if isinstance(self.onnx_form, ExportError):
-            raise self.onnx_form
+    def with_only(self, layers: Mapping[str, LayerQParams], names: Collection[str]) -> ExportedModel:
+        """The folded float net as ONNX with just some layers quantized, by standard operators."""
+        rounded = self._finished(layers).float_model(rounded=FEEDFORWARD_TYPES)
+        weights = {name: (rounded if name in names else self.graph.model).weights[name] for name in rounded.weights}
+        form = float_onnx(CaffeModel(self.graph.model.net, weights).build(), kept=KeptWeights())
         options = ExportOptions(placement=Placement.EXACT.value, target=Target.EXACT8.value)
-        found = export_net("qdq", self.onnx_form, layers, options=options)
+        found = export_net("qdq", form, {name: layers[name] for name in names}, options=options)
         assert isinstance(found, ExportedModel)
         return found
 

@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (default: ``sys.argv``).
 
     Returns:
-        The exit code: 0 success, 1 an exception in the user's own code, 2 bad input, 130 interrupted.
+        The exit code: 0 success, 1 an exception in the user's own code, 2 bad input, 3 a verdict that
+        ``--fail-on`` does not accept, 130 interrupted.
     """
     from amct.cli.app import app
     from amct.cli.processes import rank_prefix

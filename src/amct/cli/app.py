@@ -36,6 +36,7 @@ def root(
 
 app.add_typer(caffe.app)
 app.command()(quantize.quantize)
+app.command()(quantize.sensitivity)
 app.command()(quantize.inspect)
 app.command()(prune.prune)
 app.command()(compare.compare)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -13,10 +13,11 @@ from amct.cli.model_layers import ONNX_ENDING, check_reference, is_prototxt
 from amct.cli.model_pair import check_file
 from amct.cli.options import MODEL_HELP, DataOptions, JsonOption, ShapeOption, takes_data
 from amct.cli.own_layers import OwnLayers, takes_own_layers
-from amct.cli.printing import aligned, comparison_row, most_harmed, short_name, show, show_json
+from amct.cli.printing import aligned, comparison_row, decibel, most_harmed, short_name, show, show_json
 from amct.cli.processes import processes
 from amct.errors import ArgumentError
 from amct.log import few_lines
+from amct.model.verdict import LEVELS, NOT_JUDGED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from amct.calibration import Ranks
     from amct.config.layers import LayerInfo
     from amct.export.request import SavePath
+    from amct.model.verdict import Level
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import FirstBatches
     from amct.pipeline.passes import CalibrationFile
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 WORST_SHOWN = 3
 QDQ_FILE = "qdq_model.onnx"
 NAMES_SHOWN = 6
+FAILED = 3
+"""The exit code of a verdict that ``--fail-on`` does not accept."""
 
 
 @takes_own_layers
@@ -68,6 +72,10 @@ def quantize(  # noqa: PLR0913  the options of a command
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a calibration that was killed: OUTPUT.calibration.npz.")
     ] = False,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(help="End with exit code 3 if the verdict is this or worse: acceptable, poor or broken."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize a model with some calibration data.
@@ -84,21 +92,36 @@ def quantize(  # noqa: PLR0913  the options of a command
         _check_model(model, weights)
         if config is not None:
             check_file(str(config))
+        _check_level(fail_on, run_files=files.run_files)
         files.check()
         data.check()
         state = files.calibration(resume=resume)
         with processes() as prints:
-            quantized, batches = _quantized(model, weights, data, config, equalize, files, state)
+            quantized, batches = _quantized(model, weights, data, config, files, state, equalize=equalize)
             ranks = _ranks()
         if prints:
             result = _result(quantized, batches, files)
         state.remove(ranks)
         if not prints:
             return
+    verdict = quantized.verdict if files.run_files else None
     if as_json:
-        show_json(result)
+        show_json({**result, "verdict": None if verdict is None else asdict(verdict)})
     else:
         show(_as_text(result))
+        if files.run_files:
+            show(f"verdict     {verdict or NOT_JUDGED}")
+    if fail_on is not None and (verdict is None or verdict.is_at_best(cast("Level", fail_on))):
+        raise typer.Exit(FAILED)
+
+
+def _check_level(fail_on: str | None, *, run_files: bool) -> None:
+    if fail_on is None:
+        return
+    if fail_on not in LEVELS[1:]:
+        raise ArgumentError(f"--fail-on: expected {', '.join(LEVELS[1:])}, got {fail_on!r}")
+    if not run_files:
+        raise ArgumentError("--fail-on: with --no-check there is no verdict; leave one of them out")
 
 
 def _check_model(model: str, weights: Path | None) -> None:
@@ -196,9 +219,10 @@ def _quantized(
     weights: Path | None,
     data: DataOptions,
     config: Path | None,
-    equalize: bool,
-    files: _Files,
-    state: CalibrationFile,
+    files: _Files | None = None,
+    state: CalibrationFile | None = None,
+    *,
+    equalize: bool = False,
 ) -> tuple[QuantizedModel, FirstBatches]:
     """Quantize a model; return it with its calibration batches."""
     from amct.pipeline.batches import FirstBatches
@@ -213,7 +237,8 @@ def _quantized(
         else:
             declared = next(iter(inputs.values()), ())
             data = data.fitting(declared)
-            files.check_size(data, declared)
+            if files is not None:
+                files.check_size(data, declared)
             batches = FirstBatches(data.stored())
         return amct.caffe.quantize(model, weights, batches, config=config, resume=state, equalize=equalize), batches
     if model.endswith(ONNX_ENDING):
@@ -333,6 +358,38 @@ def _by_reason(left_float: dict[str, str]) -> list[tuple[str, list[str]]]:
     for name, reason in left_float.items():
         groups.setdefault(reason, []).append(name)
     return list(groups.items())
+
+
+@takes_own_layers
+@takes_data
+def sensitivity(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    weights: Annotated[Path | None, typer.Argument(help="The caffemodel of a prototxt.")] = None,
+    *,
+    config: Annotated[Path | None, typer.Option(help="An AMCT config, simple (.cfg) or full (.json).")] = None,
+    data: DataOptions,
+    own: OwnLayers,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which layers cause the error of a quantized model: each layer is quantized alone; no file is written.
+
+    Example: amct sensitivity net.onnx --data images.npy --config quant.cfg
+    """
+    with few_lines():
+        _check_model(model, weights)
+        if config is not None:
+            check_file(str(config))
+        data.check()
+        own.refuse_unless_caffe(weights is not None)
+        found = _quantized(model, weights, data, config)[0].sensitivity()
+    rows = [asdict(each) for each in found]
+    if as_json:
+        show_json(rows)
+        return
+    show("error of the model's output when only one layer is quantized, the largest first")
+    table = [[each.layer, decibel(each.sqnr), f"{each.share:.1%}"] for each in found]
+    for line in aligned([["layer", "SQNR", "of the noise"], *table]):
+        show(line)
 
 
 @takes_own_layers

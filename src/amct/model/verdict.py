@@ -7,11 +7,11 @@ A judgement rests on a metric where there is one, otherwise on the signal-to-qua
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence  # noqa: TC003  pydantic reads the annotations
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import ConfigDict
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 Level = Literal["good", "acceptable", "poor", "broken"]
 LEVELS: tuple[Level, ...] = ("good", "acceptable", "poor", "broken")
@@ -43,7 +43,7 @@ class Verdict:
         of: What was judged: the name of a file, or the simulation; empty where the context says it.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__ = {"extra": "forbid", "strict": True}  # noqa: RUF012  read by quant_json, which needs pydantic
     level: Level
     reasons: tuple[str, ...] = ()
     of: str = ""

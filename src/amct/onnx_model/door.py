@@ -105,6 +105,10 @@ class OnnxPreparation(Preparation):
         rounded = [name for name, weights in self.weights.items() if weights.custom_rounding]
         return self._with_rounded_weights(rounded, self.kept) if rounded else self.folded
 
+    def partly_rounded(self, names: Collection[str], kept: KeptWeights) -> ModelProto:
+        """The folded model with the rounded weights of some layers."""
+        return self._with_rounded_weights(names, kept)
+
     def _with_rounded_weights(self, names: Collection[str], kept: KeptWeights | None) -> ModelProto:
         graph, layers, _ = find_layers(self.folded, self.bindings, kept=kept)
         for layer in layers:

@@ -156,11 +156,15 @@ class PreparedModel(Protocol):
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded float model as ONNX, its nodes named after their layers; None: the door's default opset."""
 
-    def only(self, layers: Mapping[str, LayerQParams]) -> ExportedModel:
-        """The folded float model as ONNX, with just these layers quantized, by standard operators.
+    def with_only(self, layers: Mapping[str, LayerQParams], names: Collection[str]) -> ExportedModel:
+        """The folded float model as ONNX with just some layers quantized, by standard operators.
+
+        Args:
+            layers: The parameters of all layers.
+            names: The layers to quantize.
 
         Raises:
-            ExportError: The model or one of the layers has no such form.
+            ExportError: The model or one of these layers has no such form.
         """
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:

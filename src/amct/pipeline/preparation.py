@@ -234,10 +234,16 @@ class Preparation(ABC):
             ExportError: The model cannot be exported.
         """
 
-    def only(self, layers: Mapping[str, LayerQParams]) -> ExportedModel:
-        """The folded float model with just these layers quantized, by standard operators."""
-        model = self.float_model(None)
-        return fake_quant_model(model, bindings_by_name(model, layers, self.calls), layers, kept=KeptWeights())
+    def with_only(self, layers: Mapping[str, LayerQParams], names: Collection[str]) -> ExportedModel:
+        """The folded float model with just some layers quantized, by standard operators."""
+        kept = KeptWeights()
+        model = self.partly_rounded([name for name in names if self.weights[name].custom_rounding], kept)
+        chosen = {name: layers[name] for name in names}
+        return fake_quant_model(model, bindings_by_name(model, chosen, self.calls), chosen, kept=kept)
+
+    @abstractmethod
+    def partly_rounded(self, names: Collection[str], kept: KeptWeights) -> ModelProto:
+        """The folded float model as ONNX with the rounded weights of some layers; ``kept`` takes large weights."""
 
     def files(
         self,

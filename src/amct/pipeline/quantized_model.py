@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from amct import atomic
 from amct.calibration import all_ranks
 from amct.config.plan import config_text
+from amct.errors import AmctError
 from amct.export.check.batch import KeptBatches
 from amct.export.request import DEFAULT_FORMATS, ExportOptions, Placement, SaveRequest, Target
 from amct.export.saving import save_files
@@ -38,6 +40,12 @@ if TYPE_CHECKING:
     from amct.record import AnyRecord
     from amct.report.content import ReportContent, TrainingContent
     from amct.report.measuring import Measured, Metric
+
+
+logger = logging.getLogger(__name__)
+
+QUICK = 500_000_000
+"""Bytes of weights times layers up to which a report quantizes each layer alone without being asked."""
 
 
 class QuantizedModel:
@@ -235,9 +243,8 @@ class QuantizedModel:
                     break
             examples = kept.kept
         found = layer_sensitivity(
-            prepared.float_model(None),
             self.layers,
-            lambda name: prepared.only({name: self.qparams[name]}),
+            lambda names: prepared.with_only(self.qparams, names),
             [prepared.onnx_inputs(example) for example in examples],
         )
         if data is None:
@@ -365,7 +372,17 @@ class QuantizedModel:
             skipped=prepared.skips,
             config=config_text(prepared.plan),
             network=prepared.network(_integer_tensors(listed)),
+            alone={each.layer: each.sqnr for each in self._causes()},
         )
+
+    def _causes(self) -> Sequence[LayerSensitivity]:
+        """What is known of each layer alone; measured now if that is quick, because the model is small."""
+        if not self._sensitivity and len(self.layers) * self._weight_bytes <= QUICK:
+            try:
+                self.sensitivity()
+            except AmctError as error:
+                logger.info("no layer is quantized alone: %s", error)
+        return self._sensitivity
 
 
 def _write_report(page: Path, content: ReportContent, listed: Iterable[Path]) -> None:

@@ -108,13 +108,22 @@ class TorchPreparation(Preparation):
             ArgumentError: the opset is outside 16..21.
             ExportError: the model cannot be exported.
         """
-        rounded = {name: weights for name, weights in self.weights.items() if weights.custom_rounding}
-        if not rounded:
-            return float_onnx(self.traced, self.fused, opset=opset, kept=self.kept)
-        model = copy_model(self.fused.model, share_tensors=True)
-        for name, weights in rounded.items():
-            put_weights(layer_module(model, name), weights.unbalanced())
-        return float_onnx(self.traced, replace(self.fused, model=model), opset=opset, kept=self.kept)
+        rounded = [name for name, weights in self.weights.items() if weights.custom_rounding]
+        return self._with_rounded_weights(rounded, self.kept, opset)
+
+    def partly_rounded(self, names: Collection[str], kept: KeptWeights) -> ModelProto:
+        """The folded model as ONNX with the rounded weights of some layers."""
+        return self._with_rounded_weights(names, kept).model
+
+    def _with_rounded_weights(
+        self, names: Collection[str], kept: KeptWeights, opset: int = DEFAULT_OPSET
+    ) -> TracedOnnx:
+        fused = self.fused
+        if names:
+            fused = replace(fused, model=copy_model(fused.model, share_tensors=True))
+            for name in names:
+                put_weights(layer_module(fused.model, name), self.weights[name].unbalanced())
+        return float_onnx(self.traced, fused, opset=opset, kept=kept)
 
     @cached_property
     def default_onnx(self) -> TracedOnnx | ExportError:

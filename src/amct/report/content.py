@@ -136,6 +136,7 @@ class LayerContent:
         inputs: Its quantized inputs, at least one.
         weight_bits: The bits of its weights; None for a layer without weights.
         sqnr: The signal-to-quantization-noise ratio of its output in dB.
+        alone: That of the model's outputs when only this layer is quantized.
         cosine: The cosine similarity of its outputs in the float and in the quantized model.
         weights: Its weight ranges.
     """
@@ -145,6 +146,7 @@ class LayerContent:
     inputs: tuple[InputContent, ...]
     weight_bits: int | None = None
     sqnr: float | None = None
+    alone: float | None = None
     cosine: float | None = None
     weights: WeightRanges | None = None
 

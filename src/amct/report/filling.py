@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -71,8 +71,8 @@ class ReportLayer:
     weight_rows: Sequence[Tensor] = ()
     weight_bytes: tuple[float, float] = (0, 0)
 
-    def content(self, measured: Measured) -> LayerContent:
-        """Return the report content of the layer, with its measurements."""
+    def content(self, measured: Measured, alone: float | None = None) -> LayerContent:
+        """Return the report content of the layer, with its measurements; ``alone`` as in ``LayerContent``."""
         compared = measured.layers.get(self.name)
         inputs = (
             InputContent(
@@ -89,6 +89,7 @@ class ReportLayer:
             inputs=tuple(inputs),
             weight_bits=self.weight_bits,
             sqnr=compared.sqnr if compared is not None else None,
+            alone=alone,
             cosine=compared.cosine if compared is not None else None,
             weights=weight_ranges(self.weight_rows),
         )
@@ -110,6 +111,7 @@ class ReportSubject:
         skipped: The layers that are not quantized, each with the reason.
         config: The config used, as text.
         network: The network as a graph; None if it is not known.
+        alone: By layer: the SQNR of the model's outputs when only this layer is quantized, where that is known.
     """
 
     model: str
@@ -118,6 +120,7 @@ class ReportSubject:
     skipped: tuple[Skip, ...] = ()
     config: str = ""
     network: Network | None = None
+    alone: Mapping[str, float] = field(default_factory=dict)
 
     def statistics(self) -> dict[str, InputStatistics]:
         """Return a new ``InputStatistics`` for each quantized input, by its ``input_key``."""
@@ -159,7 +162,7 @@ def report_content(
     """
     before, after = (sum(layer.weight_bytes[index] for layer in subject.layers) for index in (0, 1))
     batches = f"{measured.batches} batch{'es' if measured.batches > 1 else ''}"
-    layers = tuple(layer.content(measured) for layer in subject.layers)
+    layers = tuple(layer.content(measured, subject.alone.get(layer.name)) for layer in subject.layers)
     return ReportContent(
         model=subject.model,
         measured_on=measured_on or batches,

@@ -29,6 +29,7 @@ from amct.report.network import LARGEST_NETWORK, drawing
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
     from pathlib import Path
 
     from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent, TrainingContent
@@ -75,7 +76,8 @@ def page(content: ReportContent) -> str:
     template = environment().from_string(resource("page.html.j2"))
     return template.render(
         report=content,
-        worst=worst_layers(content.layers),
+        worst=worst_layers(content.layers, [layer.sqnr for layer in content.layers]),
+        causes=worst_layers(content.layers, [layer.alone for layer in content.layers]),
         rule=RULE,
         graph=graph,
         largest_network=LARGEST_NETWORK,
@@ -146,7 +148,7 @@ class WorstLayer:
     Attributes:
         index: The layer's index in the report.
         name: Its name.
-        sqnr: The SQNR of its output in dB.
+        sqnr: The SQNR of its output in dB, or of the model's outputs when only this layer is quantized.
         error: The noise-to-signal amplitude ratio, at most 1.
         length: The length of the bar in percent.
     """
@@ -158,12 +160,14 @@ class WorstLayer:
     length: float
 
 
-def worst_layers(layers: tuple[LayerContent, ...], count: int = WORST_SHOWN) -> list[WorstLayer]:
-    """Return the ``count`` layers with the lowest SQNR, the lowest first; layers without error are left out."""
+def worst_layers(
+    layers: Sequence[LayerContent], ratios: Sequence[float | None], count: int = WORST_SHOWN
+) -> list[WorstLayer]:
+    """Return the ``count`` layers with the lowest of their ratios in dB; those without error are left out."""
     measured = [
-        (layer.sqnr if math.isfinite(layer.sqnr) else -math.inf, index, layer)
-        for index, layer in enumerate(layers)
-        if layer.sqnr is not None and layer.sqnr != math.inf
+        (sqnr if math.isfinite(sqnr) else -math.inf, index, layer)
+        for index, (layer, sqnr) in enumerate(zip(layers, ratios, strict=True))
+        if sqnr is not None and sqnr != math.inf
     ]
     measured.sort(key=lambda entry: entry[:2])
     worst = measured[:count]

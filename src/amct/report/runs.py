@@ -12,9 +12,9 @@ from markupsafe import Markup
 from amct import atomic
 from amct.errors import ArgumentError
 from amct.model.quant_json import read_quant_json
+from amct.report.content import sqnr_class
 from amct.report.filling import metric_figure
 from amct.report.page import environment, resource, shown_bytes
-from amct.report.content import sqnr_class
 
 if TYPE_CHECKING:
     import os

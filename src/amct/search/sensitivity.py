@@ -10,15 +10,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from amct import progress
+from amct import log
 from amct.export.check.losses import similarity_over
 from amct.export.onnx.runtime import Runner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
-    from onnx import ModelProto
 
     from amct.export.formats import ExportedModel
 
@@ -39,29 +38,28 @@ class LayerSensitivity:
 
 
 def layer_sensitivity(
-    model: ModelProto,
     layers: Sequence[str],
-    quantized: Callable[[str], ExportedModel],
+    quantized: Callable[[Collection[str]], ExportedModel],
     batches: Sequence[Mapping[str, NDArray[Any]]],
 ) -> list[LayerSensitivity]:
     """Quantize each layer alone and compare the outputs with those of the float model; the worst layer comes first.
 
     Args:
-        model: The folded float model.
         layers: The quantized layers.
-        quantized: Returns the model with one layer quantized.
+        quantized: Returns the folded model with just some layers quantized.
         batches: Inputs by name.
 
     Raises:
         ExportError: A layer has no quantized form.
         CalibrationError: The model does not run on the batches.
     """
-    runner = Runner(model, lean=True)
+    model = quantized(())
+    runner = Runner(model.model, lean=True)
     expected = [runner.run(batch) for batch in batches]
-    del runner
+    del model, runner
     noise = {}
-    for name in progress.track(layers, "Quantizing each layer alone"):
-        alone = quantized(name)  # it owns the weights of its model
+    for name in log.track(layers, "Quantizing each layer alone"):
+        alone = quantized([name])  # it owns the weights of its model
         runner = Runner(alone.model, lean=True)
         found, _ = similarity_over((exact, runner.run(batch)) for exact, batch in zip(expected, batches, strict=True))
         if found is not None:

@@ -35,10 +35,10 @@ from amct.export.check.losses import (
     outcome,
     output_similarity,
     say_checked,
-    sure_loss,
     say_different,
-    warn_slow,
     say_worse,
+    sure_loss,
+    warn_slow,
 )
 from amct.export.check.running import BUDGET, LoadedModel, outputs_in_parts, speed_apart, speed_of, timed_inputs
 from amct.export.onnx.kept_weights import KeptWeights, read_parts

@@ -385,7 +385,7 @@ def say_worse(target: Path, check: FileCheck) -> None:
 
 
 def say_different(target: Path, check: FileCheck, exact: float) -> None:
-    """Say that a file is worse than the simulation because its float model is not the user's; level as ``say_worse``."""
+    """Say, at the level of ``say_worse``, that a file is worse because its float model is not the user's."""
     logger.log(
         logging.WARNING if needs_action(check) else logging.INFO,
         "%s is %.1f dB worse than the simulation (SQNR %.1f instead of %.1f dB), because what was exported does not "
