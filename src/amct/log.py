@@ -11,9 +11,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -93,6 +94,7 @@ def _level(variable: str) -> int:
 Flow = Literal["amct_pytorch", "amct_caffe"]
 
 FOLDER = "amct_log"
+_LONGEST_NAME = 100
 
 _ROOT_OF_OURS = "amct"
 
@@ -129,11 +131,7 @@ class _FileHandler(logging.FileHandler):
         return printable(super().format(record))
 
     def _open(self) -> TextIOWrapper:
-        file = Path(self.baseFilename)
-        file.parent.mkdir(exist_ok=True)
-        for path in (file.parent, file):
-            if path.is_symlink():  # in a folder from elsewhere it could point to any file of the user
-                raise OSError(errno.ELOOP, f"{path.name} is a link")
+        _refuse_links(Path(self.baseFilename))
         return super()._open()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -169,6 +167,41 @@ def start(flow: Flow) -> None:
     if _files_allowed.get():
         _file_handler(logger, Path.cwd() / FOLDER / f"{flow}.log").setLevel(in_file)
         logger.setLevel(min(on_screen, in_file))
+
+
+def write_layer_files(flow: Flow, layers: Mapping[str, Sequence[tuple[int, str]]]) -> None:
+    """Append lines about layers, each with its level, to a file of each layer: ``amct_log/<flow>_<layer>.log``.
+
+    Lines below ``AMCT_LOG_FILE_LEVEL`` are left out, and inside ``screen_only`` all; if a file cannot be written, a
+    warning says so once.
+    """
+    if not _files_allowed.get():
+        return
+    level, folder, names = file_level(), Path.cwd() / FOLDER, set[str]()
+    for layer, lines in layers.items():
+        text = "".join(f"{logging.getLevelName(at)} - {printable(line)}\n" for at, line in lines if at >= level)
+        name = re.sub(r"[^\w.-]", "_", layer)[:_LONGEST_NAME]
+        while name.lower() in names:
+            name += "_"
+        names.add(name.lower())
+        path = folder / f"{flow}_{name}.log"
+        try:
+            if text:
+                _refuse_links(path)
+                with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(text)
+        except OSError as error:
+            logger = logging.getLogger(_ROOT_OF_OURS)
+            logger.warning("no log files of layers: %s cannot be written (%s)", path, error.strerror or error)
+            return
+
+
+def _refuse_links(file: Path) -> None:
+    """Make the folder of a log file; in a folder from elsewhere a link could point to any file of the user."""
+    file.parent.mkdir(exist_ok=True)
+    for path in (file.parent, file):
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, f"{path.name} is a link")
 
 
 @contextmanager

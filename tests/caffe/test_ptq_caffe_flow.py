@@ -129,6 +129,47 @@ def test_quant_json_names_layers_of_both_nets(resnet):
     assert {layer.type for layer in original.layer if layer.name in folded} == {"BatchNorm", "Scale"}
 
 
+def test_the_guides_skip_layers(golden, tmp_path):
+    """Lines 639 and 651 of the guide: an argument of create_quant_config, which stands for skip_layers of a .cfg."""
+    flow = golden_flow("legacy_v0", golden, tmp_path)
+    plain = json.loads(flow.configure().config.read_text())
+    flow.configure(skip_layers=[])
+    assert json.loads(flow.config.read_text()) == plain
+    flow.configure(skip_layers=["conv1"])
+    by_argument = flow.config.read_text()
+    assert json.loads(by_argument)["conv1"]["quant_enable"] is False
+    flow.configure(text='batch_num: 2 skip_layers: "conv1"')
+    assert flow.config.read_text() == by_argument
+    with pytest.raises(ConfigError, match='skip_layers: the layer "conv" is unknown'):
+        flow.configure(skip_layers=["conv"])
+    with pytest.raises(ArgumentTypeError, match="skip_layers"):
+        flow.configure(skip_layers="conv1")
+
+
+def test_the_log_files_of_layers(golden, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "amct_log"
+    flow = golden_flow("legacy_v0", golden, tmp_path).configure()
+    sizes = {}
+    for level in ("DEBUG", "INFO", "error"):
+        monkeypatch.setenv("AMCT_LOG_FILE_LEVEL", level)
+        flow.run()
+        text = (folder / "amct_caffe_conv1.log").read_text() if level != "error" else ""
+        sizes[level] = sum(path.stat().st_size for path in folder.glob("amct_caffe_*"))
+        if text:
+            entry = read_caffe_record(flow.record)["conv1"]
+            (data,), weights = entry.record_d, entry.scale_w
+            assert f"INFO - input 0: 8 bits, scale {data.scale:.9g}, offset {data.offset}, range" in text
+            scales = ", ".join(f"{each:.9g}" for each in weights)
+            assert (f"DEBUG - weight 0: scales {scales}\n" in text) == (level == "DEBUG")
+            assert {path.name for path in folder.glob("amct_caffe_*")} == {
+                f"amct_caffe_{name}.log" for name in read_caffe_record(flow.record)
+            }
+            for path in folder.glob("amct_caffe_*"):
+                path.unlink()
+    assert sizes["DEBUG"] > sizes["INFO"] > sizes["error"] == 0
+
+
 def test_log_lines_of_the_guide(golden, tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("AMCT_LOG_FILE_LEVEL", "info")
     flow = golden_flow("legacy_v0", golden, tmp_path).configure(batch_num=2)

@@ -213,6 +213,40 @@ def test_standing_batch_norm_becomes_a_depthwise_convolution(tmp_path):
     assert np.abs(real["z"] - deploy["z"]).max() < 0.03 * np.abs(real["z"]).max()
 
 
+def test_without_fusion_norms_that_are_switched_on_become_depthwise_convolutions_too(tmp_path):
+    """The guide's acceleration is for what stands after fusion, and without fusion everything stands."""
+
+    def change(config):
+        config["do_fusion"] = False
+        for name in ("bn", "scale"):
+            config[name]["quant_enable"] = True
+
+    flow = text_flow(CONV_AND_NORMS, tmp_path).configure(change=change)
+    graph = flow.run()
+    assert (graph.fusion.folded, graph.fusion.accelerated) == ({"bn": ["bn", "scale"]}, ["bn"])
+    assert [layer.type for layer in graph.model.layers] == ["Input", "Convolution", "DepthwiseConv"]
+    data = batch(flow.original(), 0)
+    real = flow.original().forward(**data)
+    assert_same(real, outputs(graph.model.build(), data))
+    fake, deploy = (flow.result(kind).forward(**data) for kind in ("fake_quant", "deploy"))
+    np.testing.assert_array_equal(fake["z"], deploy["z"])
+    assert np.abs(real["z"] - deploy["z"]).max() < 0.05 * np.abs(real["z"]).max()
+
+    text_flow(CONV_AND_NORMS, tmp_path).configure(change=lambda config: config.update(do_fusion=False))
+    assert flow.prepare().fusion.accelerated == []  # off by default
+
+
+CONV_AND_NORMS = (
+    INPUT
+    + """
+layer { name: "conv" type: "Convolution" bottom: "x" top: "y"
+  convolution_param { num_output: 4 kernel_size: 3 weight_filler { type: "xavier" } } }
+layer { name: "bn" type: "BatchNorm" bottom: "y" top: "y" }
+layer { name: "scale" type: "Scale" bottom: "y" top: "z" scale_param { bias_term: true } }
+"""
+)
+
+
 def test_acceleration_needs_images(tmp_path):
     text = """
     layer { name: "data" type: "Input" top: "x" input_param { shape { dim: 3 dim: 4 } } }

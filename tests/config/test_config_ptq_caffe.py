@@ -137,9 +137,13 @@ def test_deleting_a_layer_from_the_json_skips_it():
     assert plan.not_quantized["conv1"] == "not in the config"
 
 
-def test_joint_quant_is_accepted_and_not_written():
-    config = CAFFE.read_config('{"joint_quant": true, "conv1": {}}', "c.json", CAFFE_RESNET)
+def test_joint_quant_may_be_false_as_in_generated_files_and_is_refused_else_in_both_forms():
+    config = CAFFE.read_config('{"joint_quant": false, "conv1": {}}', "c.json", CAFFE_RESNET)
     assert "joint_quant" not in config.to_dict()
+    with pytest.raises(ConfigError, match=r"c\.json:1:17: joint_quant must be false: the inputs of an Eltwise"):
+        CAFFE.read_config('{"joint_quant": true, "conv1": {}}', "c.json", CAFFE_RESNET)
+    with pytest.raises(ParseError, match=r"c\.cfg:2:1: AMCTConfig has no field joint_quant"):
+        CAFFE.expand_config("batch_num: 2\njoint_quant: true", "c.cfg", CAFFE_RESNET)
 
 
 def test_weight_blocks_of_layers_without_weights():

@@ -37,6 +37,7 @@ from amct.model import Skip
 from amct.record import CaffeRecord, write_record
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def set_cpu_mode() -> None:
     blob.set_mode_cpu()
 
 
-def create_quant_config(
+def create_quant_config(  # noqa: PLR0913  most of them are optional
     config_file: AnyPath,
     model_file: AnyPath,
     weights_file: AnyPath,
@@ -63,6 +64,7 @@ def create_quant_config(
     activation_offset: bool = True,
     config_defination: AnyPath | None = None,
     custom_proto: AnyPath | None = None,
+    skip_layers: Sequence[str] | None = None,
 ) -> None:
     """Write the JSON config of a model: every quantizable layer with its settings.
 
@@ -74,11 +76,12 @@ def create_quant_config(
         activation_offset: Whether activations are quantized with an offset; ignored with ``config_defination``.
         config_defination: A simple config (``.cfg``).
         custom_proto: A ``custom.proto`` with messages of your own layers (not in AMCT).
+        skip_layers: Names of layers that stay float, as in the guide's sample; ignored with ``config_defination``.
 
     Raises:
         ArgumentTypeError: an argument has the wrong type.
         FileError: a file cannot be read or written.
-        ParseError, ModelError, ConfigError: a file is malformed or invalid.
+        ParseError, ModelError, ConfigError: a file is malformed or invalid, or a layer to skip is unknown.
     """
     start_function(
         "create_quant_config",
@@ -89,6 +92,7 @@ def create_quant_config(
         activation_offset=activation_offset,
         config_defination=config_defination,
         custom_proto=custom_proto,
+        skip_layers=skip_layers,
     )
     target = output_file(config_file, "config_file")
     input_file(model_file, "model_file")
@@ -98,7 +102,9 @@ def create_quant_config(
         source = input_file(config_defination, "config_defination")
         config = CAFFE.expand_config(read_bytes(source), str(config_defination), layers)
     else:
-        config = CAFFE.default_config(layers, batch_num=batch_num, activation_offset=activation_offset)
+        config = CAFFE.default_config(
+            layers, batch_num=batch_num, activation_offset=activation_offset, skip_layers=skip_layers or ()
+        )
     for warning in config.warnings:
         logger.warning("%s", warning)
     write_text(target, config.to_json())

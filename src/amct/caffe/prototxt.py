@@ -39,6 +39,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "config_defination": (*FILE, type(None)),
     "batch_num": (int,),
     "activation_offset": (bool,),
+    "skip_layers": (list, tuple, type(None)),
     "save_type": (str,),
 }
 """The types of arguments of AMCT's functions; others are paths."""

@@ -15,7 +15,7 @@ from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics, fuse
 from amct.caffe.ptq.graph import record_layers
 from amct.caffe.ptq.quantized_weights import UNIFORM_BITS, given_weights
-from amct.caffe.ptq.save import CAFFE_FORMATS, CaffeFiles, SaveNotes, prefix_of
+from amct.caffe.ptq.save import CAFFE_FORMATS, CaffeFiles, SaveNotes, log_layers, prefix_of
 from amct.errors import RecordError
 from amct.export.request import SaveRequest
 from amct.export.saving import save_files
@@ -99,6 +99,7 @@ def convert_model(
     )
     results = Results(model, weights, layers, may_raise_scale=False)
     reference = reference_beside(Path(scale_offset_record_file), results)
+    log_layers(request, results)
     save_files(CaffeFiles(request, results, notes, reference=reference))
 
 

@@ -104,8 +104,9 @@ class QuantGraph:
         """Replace the model by a folded copy of the original; with ``update_bn`` folding follows the updates."""
         plan = self.plan
         self.model, self.fusion = self.original.copy(), FusionReport()
-        if plan.update_bn is None and plan.do_fusion:
-            self.fusion = fuse(self.model, skip=plan.skip_fusion_layers)
+        if plan.update_bn is None:
+            if plan.do_fusion:
+                self.fusion = fuse(self.model, skip=plan.skip_fusion_layers)
             enabled = {layer.name for layer in plan.enabled}
             accelerate(self.model, enabled, self.fusion, skip=plan.skip_fusion_layers)
             for head, folded in self.fusion.folded.items():

@@ -85,6 +85,7 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     results = results_of(graph)
     assert graph.calibration_record is not None
     reference = reference_beside(graph.calibration_record, results)
+    log_layers(request, results)
     save_files(CaffeFiles(request, results, SaveNotes.of(graph), reference=reference))
     progress_path(graph.calibration_record).unlink(missing_ok=True)  # calibration is complete
 
@@ -304,6 +305,27 @@ class CaffeFiles:
             accelerated=tuple(notes.fusion.accelerated),
             not_written={"atc": self._inference} if isinstance(self._inference, str) else {},
         )
+
+
+def log_layers(request: SaveRequest, results: Results) -> None:
+    """Write the log files of the layers of a fake-quant model, as AMCT's functions do."""
+    if "fake_quant" in request.formats:
+        log.write_layer_files("amct_caffe", {name: _log_lines(each) for name, each in results.layers.items()})
+
+
+def _log_lines(layer: LayerQParams) -> list[tuple[int, str]]:
+    """How a layer of the fake-quant model is quantized: a line for each input and weight; all scales in DEBUG."""
+    lines = []
+    for index, found in layer.inputs.items():
+        low, high = float(found.clip_min), float(found.clip_max)
+        text = f"input {index}: {found.bits} bits, scale {found.step:.9g}, offset {found.zero_point}"
+        lines.append((logging.INFO, f"{text}, range {low:.6g} to {high:.6g}"))
+    for index, weight in enumerate(layer.weights):
+        scales = weight.scale.reshape(-1).tolist()
+        ends = f"{min(scales):.9g} to {max(scales):.9g}"
+        lines.append((logging.INFO, f"weight {index}: {weight.bits} bits, {len(scales)} scale(s), {ends}"))
+        lines.append((logging.DEBUG, f"weight {index}: scales {', '.join(f'{scale:.9g}' for scale in scales)}"))
+    return lines
 
 
 def pair_files(kind: str, model: CaffeModel) -> dict[str, Sequence[bytes | memoryview]]:

@@ -9,7 +9,7 @@ import os
 
 from amct.arguments import input_file, output_file
 from amct.caffe.prototxt import start_function
-from amct.caffe.ptq.save import CAFFE_FORMATS, check_save_type, prefix_of
+from amct.caffe.ptq.save import CAFFE_FORMATS, check_save_type, log_layers, prefix_of
 from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_config, write_retrain_model
 from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
 from amct.export.request import SaveRequest
@@ -150,4 +150,6 @@ def save_quant_retrain_model(
         options=TRAINED_AS_IT_IS,
         record_file=record_file,
     )
-    save_trained(trained_results(trained, plan, record_file), request)
+    quantized = trained_results(trained, plan, record_file)
+    log_layers(request, quantized.results)
+    save_trained(quantized, request)

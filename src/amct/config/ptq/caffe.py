@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from amct.schema import TextMessage
 
 UPDATE_KEY = "bn_update_config"
+JOINT_KEY = "joint_quant"
 UPDATE_KEYS = frozenset({"update_bn", UPDATE_KEY})
 
 
@@ -45,7 +46,7 @@ class _Globals(CheckedSettings):
     version: Version = 1
     batch_num: AtLeastOne = 1
     activation_offset: Switch = True
-    joint_quant: Switch = False  # accepted and ignored, never written
+    joint_quant: Switch = False  # true is refused; never written
     do_fusion: Switch = True
     skip_fusion_layers: Names = ()
     update_bn: Switch = False
@@ -63,7 +64,7 @@ class CaffePtq(PtqDialect):
     types = CAFFE_TYPES
     weight = CAFFE_WEIGHT
     globals = _Globals
-    optional_globals = frozenset({"joint_quant", *UPDATE_KEYS, "weight_rounding", "weight_scale"})
+    optional_globals = frozenset({JOINT_KEY, *UPDATE_KEYS, "weight_rounding", "weight_scale"})
     part_name = "layer"
     activation_bits = CAFFE_ACTIVATION_BITS
     balances = False
@@ -159,7 +160,13 @@ class CaffePtq(PtqDialect):
     def global_nodes(
         self, nodes: Mapping[str, JsonNode], root: JsonNode, model: LayerList, problems: ProblemList
     ) -> Mapping[str, JsonNode]:
-        """Report unknown keys of ``bn_update_config`` too."""
+        """Report unknown keys of ``bn_update_config`` and a true ``joint_quant`` too."""
+        if JOINT_KEY in nodes and nodes[JOINT_KEY].value is True:
+            problems.add(
+                "joint_quant must be false: the inputs of an Eltwise are not quantized jointly, each has factors of "
+                "its own. Set it to false or remove it.",
+                nodes[JOINT_KEY].position,
+            )
         nodes, update = super().global_nodes(nodes, root, model, problems), nodes.get(UPDATE_KEY)
         if update is None or not update.is_object:
             return nodes
@@ -169,7 +176,7 @@ class CaffePtq(PtqDialect):
     def written_globals(self, settings: CheckedSettings, given: Collection[str]) -> dict[str, Any]:
         """The global fields as they are written: both keys of refreshing BatchNorm statistics, or none."""
         both = UPDATE_KEYS if UPDATE_KEYS & set(given) else frozenset()
-        return super().written_globals(settings, (set(given) | both) - {"joint_quant"})
+        return super().written_globals(settings, (set(given) | both) - {JOINT_KEY})
 
     def warns_of_weight_block(self, layer: LayerInfo) -> bool:
         """Not of one of average pooling, which the guide has."""
