@@ -94,6 +94,21 @@ def test_starting_again_duplicates_nothing(tmp_path, capsys):
     assert logging.getLogger().handlers == root_handlers
 
 
+@pytest.mark.parametrize(("level", "lines"), [(logging.NOTSET, []), (logging.WARNING, ["[AMCT][INFO]quiet"])])
+def test_what_the_program_itself_shows_is_not_shown_twice(capsys, level, lines):
+    """After ``logging.basicConfig()`` the root logger writes to standard error too."""
+    shown = logging.StreamHandler(sys.stderr)
+    shown.setLevel(level)
+    logging.getLogger().addHandler(shown)
+    try:
+        log.start("amct_pytorch")
+        logger.info("quiet")
+        logger.warning("loud")
+    finally:
+        logging.getLogger().removeHandler(shown)
+    assert capsys.readouterr().err.splitlines() == (lines or ["quiet"]) + ["loud"]
+
+
 def test_another_flow_and_another_folder_get_their_own_file(monkeypatch, tmp_path):
     log.start("amct_pytorch")
     logger.info("one")

@@ -33,6 +33,7 @@ A message says where, what was expected, what was found and what to do. ``Positi
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -180,5 +181,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     ' Did you mean "conv1"?'
     """
     by_shape = {candidate.lower().translate(_LOOK_ALIKES): candidate for candidate in sorted(set(known), reverse=True)}
-    near = difflib.get_close_matches(name.lower().translate(_LOOK_ALIKES), by_shape, n=1, cutoff=0.6)
-    return f' Did you mean "{by_shape[near[0]]}"?' if near else ""
+    given = name.lower().translate(_LOOK_ALIKES)
+    near = difflib.get_close_matches(given, by_shape, n=5, cutoff=0.6)  # the most similar first
+    if not near:
+        return ""
+    # The last word says what is meant: quant_skip_layer_types is nearer to quant_skip_types than to quant_skip_layers.
+    words = {text: re.split(r"[^a-z0-9]", text) for text in (given, *near)}
+    ends = [found for found in near if words[found][-1] == words[given][-1]]
+
+    def common(found: str) -> tuple[int, bool]:
+        return len({*words[found]} & {*words[given]}), words[found][0] == words[given][0]
+
+    best = max(ends, key=common) if ends else near[0]
+    return f' Did you mean "{by_shape[best]}"?'

@@ -2,8 +2,8 @@
 
 Modules log with ``logging.getLogger(__name__)``; all those loggers are children of ``amct``, and only that one gets
 handlers here. Importing this module creates nothing and prints nothing. The root logger is never changed, and records
-still reach handlers that the user's program has added to it. The minimum levels come from AMCT's two environment
-variables.
+still reach handlers that the user's program has added to it; those that such a handler shows on the console are not
+shown again. The minimum levels come from AMCT's two environment variables.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _ScreenHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr
-        if stream is None:  # a program without a console
+        if stream is None or _is_shown_by_root(record):  # a program without a console, or with its own lines there
             return
         try:
             stream.write(f"[AMCT][{record.levelname}]{printable(self.format(record))}\n")
@@ -115,6 +115,15 @@ class _ScreenHandler(logging.Handler):
             raise
         except Exception:  # noqa: BLE001 - a failed log line must not stop the work; logging has its own report for it
             self.handleError(record)
+
+
+def _is_shown_by_root(record: logging.LogRecord) -> bool:
+    """Whether the root logger writes a record to the console, as after ``logging.basicConfig()``."""
+    consoles = (sys.stderr, sys.stdout)
+    return logging.getLogger(_ROOT_OF_OURS).propagate and any(
+        isinstance(handler, logging.StreamHandler) and handler.stream in consoles and record.levelno >= handler.level
+        for handler in logging.getLogger().handlers
+    )
 
 
 class _FileHandler(logging.FileHandler):

@@ -64,12 +64,22 @@ def test_one_problem_reads_like_a_plain_error():
     assert str(ConfigError.from_problems([Problem("first", Position("a.json", 1, 2))])) == "a.json:1:2: first"
 
 
+FIELDS = (
+    "skip_layers", "skip_layer_types", "quant_skip_layers", "quant_skip_types", "regular_prune_skip_layers",
+    "regular_prune_skip_types",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "known", "expected"),
     [
         ("convl", ["conv1", "fc"], ' Did you mean "conv1"?'),
         ("CONV1", ["conv1", "fc"], ' Did you mean "conv1"?'),
         ("zzz", ["conv1", "fc"], ""),
+        ("quant_skip_layer_types", FIELDS, ' Did you mean "quant_skip_types"?'),
+        ("prune_skip_layers", FIELDS, ' Did you mean "regular_prune_skip_layers"?'),
+        ("skip_layer", FIELDS, ' Did you mean "skip_layers"?'),
+        ("layer1.conv2", ["layer1.0.conv1", "layer1.0.conv2"], ' Did you mean "layer1.0.conv2"?'),
         ("x", [], ""),
     ],
 )

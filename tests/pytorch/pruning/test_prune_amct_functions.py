@@ -126,6 +126,12 @@ def test_the_record_has_the_masks_that_training_chose(flow, again):
     torch.testing.assert_close(restored(flow.batches[1]), model.eval()(flow.batches[1]), rtol=0, atol=0)
 
 
+def test_a_warning_about_the_config_is_logged_once(flow, caplog):
+    Path(flow.config).write_text(filters(0.3, more="retrain_weight_quant_config { } batch_num: 1 batch_num: 1"))
+    amct_pytorch.create_compressed_retrain_model(flow.model, flow.batches[0], flow.config, flow.record)
+    assert caplog.text.count("batch_num is given again") == 1
+
+
 def test_a_record_of_another_model_gets_no_masks(flow, caplog):
     model = flow.create(masks())
     write_record(Record(), flow.record)

@@ -10,7 +10,7 @@ quantization block does not change the quantization of its layers, one without a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -287,7 +287,7 @@ class CompressionDialect(PyTorchQat):
         return CompressionPlan(
             source=config.source,
             prune=_prune_plan(config, model) if prunes else None,
-            quant=self.make_plan(config, model) if quantizes else None,
+            quant=replace(self.make_plan(config, model), warnings=()) if quantizes else None,
             warnings=config.warnings,
         )
 
