@@ -151,6 +151,14 @@ def float_outputs(model, data):
         return importlib.import_module("my_nets_of_quantize_test").build()(torch.from_numpy(data)).numpy()
 
 
+@pytest.mark.parametrize("model", [["net.prototxt", "net.caffemodel"], ["my_nets_of_quantize_test:build"]])
+def test_a_warning_about_the_config_is_shown_once(folder, capsys, model):
+    (folder / "q.cfg").write_text("batch_num: 1\nbatch_num: 2\n")
+    options = ["--data", "data.npy", "--config", "q.cfg", "-o", "out/net", "--no-check", "--formats", "record"]
+    assert main(["quantize", *model, *options]) == 0
+    assert capsys.readouterr().err.count("q.cfg:2:1: batch_num is given again") == 1
+
+
 def test_quantize_an_equalized_caffe_pair(folder, capsys):
     from amct_caffe import caffe
 

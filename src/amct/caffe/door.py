@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer
     from amct.report.network import Network
+
+logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
 
@@ -279,6 +282,8 @@ class CaffeDoor:
         """The plan of a config in the Caffe dialect."""
         del example
         plan, open_ended = plan_of(config, layer_infos(self._original.net), batches, CAFFE)
+        for warning in plan.warnings:
+            logger.warning("%s", warning)
         if plan.update_bn is not None:
             raise ConfigError(
                 "quantize: update_bn needs two rounds of data; use init, weights_quantize_model and so on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Literal
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.pruning.selection import ChannelCell
+
+logger = logging.getLogger(__name__)
 
 Reach = Literal["full", "amct"]
 DEFAULT_RATIO = 0.3
@@ -201,6 +204,8 @@ def _plan_of_file(traced: Traced, config: str | os.PathLike[str]) -> PrunePlan:
     layers = prunable_layers(traced)
     plan = PRUNING.compression_plan(PRUNING.expand_config(read_bytes(config), os.fspath(config), layers), layers).prune
     assert plan is not None
+    for warning in plan.warnings:
+        logger.warning("%s", warning)
     return plan
 
 
