@@ -170,7 +170,7 @@ def measure_ranks(runs: int) -> list[dict[str, Any]]:
 def measure_resume(runs: int) -> list[dict[str, Any]]:
     """The row of writing a state."""
     from amct.calibration import ALONE
-    from amct.pipeline import passes
+    from amct.pipeline import flow
 
     torch.set_num_threads(1)
     prepared, data = prepared_network()
@@ -178,7 +178,7 @@ def measure_resume(runs: int) -> list[dict[str, Any]]:
     calibration.run(((data[n % len(data)],), {}) for n in range(BATCHES - 1))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "net.calibration.npz")
-        kept = passes.Interim(passes.CalibrationFile(path=path, read=False), ALONE, lambda: {"model": "x"})
+        kept = flow.Interim(flow.CalibrationFile(path=path, read=False), ALONE, lambda: {"model": "x"})
         seconds = []
         for _ in range(2 * runs + 1):
             begin = time.perf_counter()
@@ -194,10 +194,10 @@ def measure_resume(runs: int) -> list[dict[str, Any]]:
             f"{size / 2**20:.1f} MiB, {size / len(prepared.layers) / 2**10:.0f} KiB a layer",
         ),
         row(
-            f"time to keep a state for --resume ({size / 2**20:.1f} MiB) ÷ the {passes.SECONDS:g} s between two",
-            f"{took / passes.SECONDS:.2%} ({took * 1000:.0f} ms)",
+            f"time to keep a state for --resume ({size / 2**20:.1f} MiB) ÷ the {flow.SECONDS:g} s between two",
+            f"{took / flow.SECONDS:.2%} ({took * 1000:.0f} ms)",
             f"< {MOST_SHARE:.0%}",
-            took / passes.SECONDS < MOST_SHARE,
+            took / flow.SECONDS < MOST_SHARE,
         ),
     ]
 

@@ -28,7 +28,7 @@ import amct.onnx_model
 import amct.pytorch  # noqa: F401  as above
 from amct.cli import main
 from amct.data import samples
-from amct.pipeline import passes
+from amct.pipeline import flow
 
 PICTURES, BATCH, PAUSE = 40, 4, 0.004
 MODELS = {
@@ -105,7 +105,7 @@ def kill_at_a_random_moment(process, state, seconds, chance):
 
 def be_slow():
     """Pictures that take their time, and a state after every batch."""
-    passes.SECONDS, passes.MOST_SHARE = 0.0, float("inf")
+    flow.SECONDS, flow.MOST_SHARE = 0.0, float("inf")
     read = samples.read_image
 
     def slow(path, **options):

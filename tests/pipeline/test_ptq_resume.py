@@ -23,8 +23,8 @@ from amct.calibration import ALONE
 from amct.config.python_config import QuantConfig
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.numerics.observer import MinMaxObserver
-from amct.pipeline import passes
-from amct.pipeline.passes import CalibrationFile
+from amct.pipeline import flow
+from amct.pipeline.flow import CalibrationFile
 from amct.record import encode_record
 from amct.record.conversion import tensor_qparams_text
 
@@ -64,8 +64,8 @@ def batches(size=8, count=BATCHES):
 
 @pytest.fixture(autouse=True)
 def written_after_every_batch(monkeypatch):
-    monkeypatch.setattr(passes, "SECONDS", 0.0)
-    monkeypatch.setattr(passes, "MOST_SHARE", float("inf"))
+    monkeypatch.setattr(flow, "SECONDS", 0.0)
+    monkeypatch.setattr(flow, "MOST_SHARE", float("inf"))
 
 
 @pytest.fixture(scope="module")
@@ -202,9 +202,9 @@ def test_another_calibration_is_refused(doors, tmp_path, monkeypatch):
         amct.pytorch.quantize(other, data, inputs=torch.from_numpy, resume=file)
     with pytest.raises(CalibrationError, match="the model differs"):
         doors["onnx"](data, resume=file)
-    monkeypatch.setattr(passes, "__version__", "9.9")
+    monkeypatch.setattr(flow, "__version__", "9.9")
     assert "amct: " in refused(doors, file, data)
-    monkeypatch.setattr(passes, "FORMAT", 2)
+    monkeypatch.setattr(flow, "FORMAT", 2)
     assert "its form has version 1" in refused(doors, file, data)
 
 
@@ -333,18 +333,18 @@ class Session:
 
 def test_it_is_written_seldom(tmp_path, monkeypatch):
     """At most every 30 s, and so that it takes at most half a percent of the time."""
-    monkeypatch.setattr(passes, "SECONDS", 30.0)
-    monkeypatch.setattr(passes, "MOST_SHARE", 0.005)
+    monkeypatch.setattr(flow, "SECONDS", 30.0)
+    monkeypatch.setattr(flow, "MOST_SHARE", 0.005)
     now, took, written = 1000.0, 0.01, []
-    monkeypatch.setattr(passes.time, "monotonic", lambda: now)
+    monkeypatch.setattr(flow.time, "monotonic", lambda: now)
 
     def save(_stream, **_arrays):
         nonlocal now
         written.append(now)
         now += took
 
-    monkeypatch.setattr(passes.np, "savez", save)
-    kept = passes.Interim(CalibrationFile(path=tmp_path / "net.npz", read=False), ALONE, dict)
+    monkeypatch.setattr(flow.np, "savez", save)
+    kept = flow.Interim(CalibrationFile(path=tmp_path / "net.npz", read=False), ALONE, dict)
     for _ in range(1000):
         kept.note("calibration", Session(), 1)
         now += 1.0

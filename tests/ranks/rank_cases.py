@@ -315,11 +315,11 @@ def torch_one_batch(folder):
 def resumed(folder):
     """Every process is interrupted in its share, one sooner than the other, and goes on from its own file."""
     import amct.pytorch
-    from amct.pipeline import passes
+    from amct.pipeline import flow
 
     data, state = batches(), folder / "net.calibration.npz"
     if os.environ.get(LOCAL) != "1":
-        passes.SECONDS, passes.MOST_SHARE = 0.0, float("inf")
+        flow.SECONDS, flow.MOST_SHARE = 0.0, float("inf")
         rank, size = distributed.get_rank(), distributed.get_world_size()
         try:
             amct.pytorch.quantize(net(), Interrupted(data, 1 + rank), resume=state)
@@ -329,7 +329,7 @@ def resumed(folder):
                 assert arrays["calibration/done"] == [1 + rank], arrays["calibration/done"]
         else:
             raise AssertionError("not interrupted")
-        passes.SECONDS = 30.0
+        flow.SECONDS = 30.0
         meet()
     write_result(folder, amct.pytorch.quantize(net(), data, resume=state))
     assert not list(folder.glob("*.npz"))

@@ -30,6 +30,7 @@ from amct.caffe.ptq.graph import QuantGraph, start_calibration
 from amct.caffe.ptq.save import CaffeFiles, SaveNotes, results_with
 from amct.caffe.reporting import caffe_network, fused_notes, report_layers
 from amct.calibration import ALONE
+from amct.calibration.ranks import fingerprint
 from amct.config.ptq.caffe import CAFFE
 from amct.config.python_config import plan_of
 from amct.errors import ConfigError, ExportError
@@ -40,7 +41,6 @@ from amct.export.request import ExportOptions, Placement, Target
 from amct.model import Skip
 from amct.pipeline import flow
 from amct.pipeline.door import Calibration, ModelOutput
-from amct.pipeline.passes import fingerprint
 from amct.record import CaffeRecord
 from amct.record.conversion import caffe_layer_record
 
@@ -61,8 +61,7 @@ if TYPE_CHECKING:
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import ComparedModel
-    from amct.pipeline.flow import AnyResume
-    from amct.pipeline.passes import Passes
+    from amct.pipeline.flow import AnyResume, Passes
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer

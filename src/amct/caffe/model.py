@@ -17,8 +17,9 @@ import torch
 from amct.atomic import Snapshot
 from amct.caffe.engine.hdf5 import Hdf5File
 from amct.caffe.engine.layers.batch_norm import bn_blobs
-from amct.caffe.engine.messages import new_message, read_message, upgrade_net
+from amct.caffe.engine.messages import new_message, read_message
 from amct.caffe.engine.net import Net
+from amct.caffe.engine.upgrade import upgrade_net
 from amct.caffe.engine.weights import WEIGHTS_GROUP, check_has_weights, is_hdf5, read_file
 from amct.caffe.engine.wire import StoredBlob, blob_parts, layer_parts, read_blob, read_weights
 from amct.caffe.prototxt import TEST_PHASE, read_test_phase, remove_in_place

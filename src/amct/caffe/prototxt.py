@@ -15,7 +15,8 @@ from amct import log
 from amct.arguments import FILE, check_types, output_file
 from amct.atomic import write_text
 from amct.caffe.engine.graph import filter_net
-from amct.caffe.engine.messages import read_message, upgrade_net
+from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.upgrade import upgrade_net
 from amct.config.layers import CAFFE_TYPES, LayerInfo, LayerList
 from amct.errors import AmctError
 from amct.schema import format_text

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from amct.errors import AmctError, ArgumentError, CalibrationError
 from amct.log import LOCAL_VARIABLE
@@ -129,9 +129,26 @@ def joined_by_torchrun() -> Iterator[Ranks]:
         distributed.destroy_process_group()
 
 
-def fingerprint(names: Iterable[str]) -> str:
-    """A short name for what is calibrated: processes that say the same meet."""
-    return hashlib.sha256(repr(list(names)).encode()).hexdigest()[:16]
+def fingerprint(parts: Iterable[object]) -> str:
+    """The fingerprint of texts, bytes, arrays and tensors in their order; of anything else its type alone counts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, (Tensor, np.ndarray)):
+            digest.update(repr((tuple(part.shape), str(part.dtype))).encode())
+            digest.update(_content(part))
+            continue
+        content = part if isinstance(part, bytes) else str(part if isinstance(part, str) else type(part)).encode()
+        digest.update(b"%d:" % len(content) + content)
+    return digest.hexdigest()
+
+
+def _content(values: Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> memoryview:
+    if isinstance(values, Tensor):
+        flat = values.detach().cpu().contiguous().reshape(-1)
+        return flat.view(torch.uint8).numpy().data  # every type, also those that NumPy does not have
+    if values.dtype.hasobject:  # texts
+        return memoryview(repr(values.tolist()).encode())
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
 @dataclass(frozen=True)

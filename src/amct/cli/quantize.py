@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from amct.model.verdict import Level
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import FirstBatches
-    from amct.pipeline.passes import CalibrationFile
+    from amct.pipeline.flow import CalibrationFile
     from amct.pipeline.quantized_model import QuantizedModel
 
 WORST_SHOWN = 3
@@ -174,7 +174,7 @@ class _Files:
 
     def calibration(self, *, resume: bool) -> CalibrationFile:
         """Return where the state of a calibration that is killed is kept; it is removed when all is written."""
-        from amct.pipeline.passes import CalibrationFile
+        from amct.pipeline.flow import CalibrationFile
 
         name = f"{self._where.prefix}.calibration.npz".removeprefix(".")
         return CalibrationFile(path=self._where.folder / name, read=resume, removed_by_caller=True)

@@ -22,7 +22,7 @@ from amct.export.onnx.runtime import Runner, as_tensor
 from amct.memory import LARGE_MODEL
 from amct.onnx_model.layers import find_all_layers, float_weights
 from amct.pipeline.door import Calibration
-from amct.pipeline.passes import BALANCE
+from amct.pipeline.flow import BALANCE
 from amct.pipeline.weights import balance_factors as layer_balance_factors
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer import Layer
     from amct.onnx_model.batches import Feeds
     from amct.onnx_model.door import OnnxPreparation
-    from amct.pipeline.passes import Passes
+    from amct.pipeline.flow import Passes
 
 _PARTS = 12
 """Of a large model: so many parts run one after the other."""

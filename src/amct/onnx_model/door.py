@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from amct.calibration import ALONE
+from amct.calibration.ranks import fingerprint
 from amct.config.python_config import plan_of
 from amct.errors import ArgumentError, ConfigError
 from amct.export.deploy import fake_quant_model
@@ -24,7 +25,6 @@ from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers, float_weights, put_weights
 from amct.onnx_model.reading import input_shape, read_model, with_opset
 from amct.pipeline import flow
-from amct.pipeline.passes import fingerprint
 from amct.pipeline.preparation import Preparation, enabled_layers
 from amct.pipeline.weights import quantize_weights
 
@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from amct.onnx_model.reading import AnyModel, SourceModel
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import Calibration, ComparedModel, ModelOutput
-    from amct.pipeline.flow import AnyResume
-    from amct.pipeline.passes import Passes
+    from amct.pipeline.flow import AnyResume, Passes
     from amct.pipeline.quantized_model import QuantizedModel
 
 

@@ -18,11 +18,10 @@ import numpy as np
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from amct.calibration.ranks import ALONE
+from amct.calibration.ranks import ALONE, fingerprint
 from amct.data.stored_batches import AheadIterator
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.export.check.batch import batch_size
-from amct.pipeline.passes import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from amct.model import Skip
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.pipeline.batches import Batches, BatchInputs
-    from amct.pipeline.passes import Passes
+    from amct.pipeline.flow import Passes
     from amct.record import AnyRecord
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer

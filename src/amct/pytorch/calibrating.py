@@ -12,7 +12,7 @@ from torch import nn
 from amct.calibration import ALONE, BalanceSession, CalibrationSession, RecordFiles
 from amct.calibration.streams import plan_streams
 from amct.export.check.batch import batch_path, encode_batch, kept_inputs
-from amct.pipeline.passes import BALANCE
+from amct.pipeline.flow import BALANCE
 from amct.pipeline.weights import balance_factors
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import float_weights
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from amct.calibration import CalibrationResult, Ranks
     from amct.config.plan import Plan
-    from amct.pipeline.passes import Passes
+    from amct.pipeline.flow import Passes
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.intermediate_tensors import TensorWatch
     from amct.pytorch.layer_hooks import Arguments

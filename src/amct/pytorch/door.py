@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from amct.calibration import ALONE
+from amct.calibration.ranks import fingerprint
 from amct.config.python_config import plan_of
 from amct.errors import ArgumentError, ArgumentTypeError, ModelError
 from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline import flow
 from amct.pipeline.compare import measure
-from amct.pipeline.passes import fingerprint
 from amct.pipeline.quantized_model import QuantizedModel
 from amct.pytorch.calibrating import balance_of
 from amct.pytorch.capture.cached_trace import cached_trace
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from amct.config.python_config import AnyConfig
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import Batches, BatchInputs
-    from amct.pipeline.flow import AnyResume
-    from amct.pipeline.passes import Passes
+    from amct.pipeline.flow import AnyResume, Passes
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import AdaRoundMode

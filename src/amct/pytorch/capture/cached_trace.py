@@ -68,10 +68,10 @@ class KnownTrace:
     has_layers: bool
 
     @classmethod
-    def of(cls, key: object, traced: Traced) -> KnownTrace:
+    def of(cls, key: object, traced: Traced, *, has_layers: bool) -> KnownTrace:
         """The part of a trace that is kept."""
         kept = replace(traced, model=_PLACEHOLDER, inputs=replace(traced.inputs, args=(), kwargs={}))
-        return cls(key=key, traced=kept, has_layers=bool(functional_layers(traced.model).sources))
+        return cls(key=key, traced=kept, has_layers=has_layers)
 
 
 _cache: WeakKeyDictionary[nn.Module, KnownTrace] = WeakKeyDictionary()
@@ -81,7 +81,7 @@ _lock = threading.Lock()
 
 def for_copies(traced: Traced) -> KnownTrace:
     """The trace for copies of its model with other values; it keeps the tensors of the captured program."""
-    return KnownTrace.of(_form(traced), traced)
+    return KnownTrace.of(_form(traced), traced, has_layers=bool(functional_layers(traced.model).sources))
 
 
 def _form(traced: Traced) -> object:
@@ -134,13 +134,14 @@ def cached_trace(
     if cached is not None and cached.key == key_of(cached.traced):
         return on(cached)
     traced = _trace_with_layers(with_layers, input_data, io) if with_layers is not plain else None
+    has_layers = traced is not None
     traced = traced or trace(plain, input_data, io=io, repeated_layers=all_layers)
     key = key_of(traced)
     with _lock:
         if key is None:
             _cache.pop(model, None)
         else:
-            _cache[model] = KnownTrace.of(key, traced)
+            _cache[model] = KnownTrace.of(key, traced, has_layers=has_layers)
     return traced
 
 
