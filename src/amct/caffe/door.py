@@ -258,7 +258,11 @@ class CaffePreparation:
 
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded net as ONNX."""
-        return float_onnx(self.graph.model.build(), opset=DEFAULT_OPSET if opset is None else opset).model
+        if opset not in (None, DEFAULT_OPSET):
+            return float_onnx(self.graph.model.build(), opset=opset).model
+        if isinstance(self.onnx_form, ExportError):
+            raise self.onnx_form
+        return self.onnx_form.model
 
 
 class CaffeDoor:

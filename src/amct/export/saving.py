@@ -12,6 +12,7 @@ from amct.errors import ExportError
 from amct.export.check.checking import FileToCheck, OnnxCheck
 from amct.export.deploy import fake_quant_model
 from amct.export.formats import ExportedFiles, ExportedModel, ExportRequest, add_exported, export, warn_of_replaced
+from amct.export.onnx.float_weights import large_float_weights, not_said
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer_lookup import bindings_by_name
 from amct.export.request import RECORD
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from amct.export.check.losses import Reference
     from amct.export.formats import Exported, ExportReport, LayerReport
+    from amct.export.onnx.float_weights import FloatWeight
     from amct.export.request import SaveRequest
     from amct.model import Skip
     from amct.model.quant_json import FileCheck
@@ -98,15 +100,20 @@ def save_files(files: ModelFiles) -> Saved:
     checks: dict[str, FileCheck | None] = {}
     not_written: dict[str, str] = {}
     verdict = None
+    left_float: dict[str, FloatWeight] = {}
     with FileGroup() as group:
         for name in request.formats:
-            file = _written(group, request, name, files.export(name))
+            exported = files.export(name)
+            left_float.update(_left_float(name, exported))
+            file = _written(group, request, name, exported)
+            del exported
             if isinstance(file, str):
                 not_written[name] = file
                 continue
             give_back_freed()
             checks[name], repaired = files.check(file)
             if repaired is not None:
+                left_float.update(_left_float(name, repaired))
                 group.remove(file.target)
                 add_exported(group, request.where, name, repaired)
                 file, repaired = replace(file, report=repaired.report), None
@@ -114,8 +121,10 @@ def save_files(files: ModelFiles) -> Saved:
         if request.models:
             document = files.document({file.format: file.report for file in saved})
             verdict = verdict_of_files({file.target.name: checks[file.format] for file in saved})
+            said = [*document.skipped, *(skip for file in saved for skip in file.report.skipped)]
             document = replace(
                 document,
+                skipped=(*document.skipped, *not_said(left_float.values(), said)),
                 files={file.target.name: _file_entry(file, checks[file.format]) for file in saved},
                 not_written={**not_written, **document.not_written},
                 related=request.related(),
@@ -131,6 +140,13 @@ def save_files(files: ModelFiles) -> Saved:
         bad = verdict.is_at_best("poor")
         logger.log(logging.WARNING if bad else logging.INFO, "verdict %s%s", verdict, ADVICE if bad else "")
     return Saved(written, verdict)
+
+
+def _left_float(name: str, exported: Exported | ExportError) -> dict[str, FloatWeight]:
+    """The large weights of a model that are float as it will be written; those of a simulation are so on purpose."""
+    if name == "fake_quant" or not isinstance(exported, ExportedModel):
+        return {}
+    return {weight.name: weight for weight in large_float_weights(exported.model)}
 
 
 def _written(group: FileGroup, request: SaveRequest, name: str, exported: Exported | ExportError) -> FileToCheck | str:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from amct import atomic
 from amct.calibration import all_ranks
 from amct.config.plan import config_text
-from amct.errors import AmctError
+from amct.errors import AmctError, ExportError
 from amct.export.check.batch import KeptBatches
+from amct.export.onnx.float_weights import large_float_weights, not_said
 from amct.export.request import DEFAULT_FORMATS, ExportOptions, Placement, SaveRequest, Target
 from amct.export.saving import save_files
 from amct.memory import free_unused_models
@@ -123,10 +124,16 @@ class QuantizedModel:
         """The quantized layers, in execution order."""
         return self.prepared.layers
 
-    @property
+    @cached_property
     def skipped(self) -> tuple[Skip, ...]:
-        """Every layer that stays float and every batch norm that was not folded, with the reason."""
-        return self.prepared.skips
+        """Every layer and every other large weight that stays float, every batch norm not folded, with the reason."""
+        said = self.prepared.skips
+        try:
+            model = self.prepared.float_model(None)
+        except ExportError:  # there is no graph to look at; saving says why
+            return said
+        layers = {node.name for node in model.graph.node if node.name.partition("@")[0] in self.prepared.layers}
+        return (*said, *not_said(large_float_weights(model, layers), said))
 
     @property
     def verdict(self) -> Verdict | None:
@@ -369,7 +376,7 @@ class QuantizedModel:
             model=prepared.name,
             layers=tuple(prepared.report_layers(self.qparams)),
             fused=prepared.fused_notes,
-            skipped=prepared.skips,
+            skipped=self.skipped,
             config=config_text(prepared.plan),
             network=prepared.network(_integer_tensors(listed)),
             alone={each.layer: each.sqnr for each in self._causes()},

@@ -25,15 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from amct.export.onnx.messages import fresh_name
 from amct.model import Skip
 from amct.pytorch.call_sites import FunctionMode
+from amct.pytorch.capture.functional_calls import base_of, channels_of, functional_calls
 from amct.pytorch.capture.layer_types import (
     LAYER_TYPES,
     ComputedWeight,
-    base_of,
-    channels_of,
     computed_weight,
-    functional_call,
     is_layer,
     store_weights,
     with_stored_weight,
@@ -43,7 +42,7 @@ from amct.pytorch.user_model import copy_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from amct.pytorch.capture.layer_types import Channels, FunctionalCall, Settings
+    from amct.pytorch.capture.functional_calls import AnyPart, FunctionalCall, Settings
     from amct.pytorch.inputs import ExampleInputs
 
 _PREFIX = "amct_functional_"
@@ -59,7 +58,7 @@ class LayerSource:
     """
 
     parameter: str
-    channels: Channels
+    channels: AnyPart
     type: str
     settings: Settings = ()
     with_bias: bool = False
@@ -220,17 +219,21 @@ class _Redirection:
         self._stored = [model.get_submodule(path) for path in layers.stored]
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  any result
-        call = functional_call(func, args, kwargs)
-        if call is None:
-            return func(*args, **kwargs)
         running = _running()[-1:]
         if running and any(module is running[0] for module in self._stored):
-            replaced = with_stored_weight(running[0], call, func, args, kwargs)
-            if replaced is not None:
-                func, args, kwargs = replaced
-                return func(*args, **kwargs)
-        layer = self._layer_of(call)
-        return func(*args, **kwargs) if layer is None else layer(call.input)
+            for call in functional_calls(func, args, kwargs)[:1]:
+                replaced = with_stored_weight(running[0], call, func, args, kwargs)
+                if replaced is not None:
+                    func, args, kwargs = replaced
+                    return func(*args, **kwargs)
+        for call in functional_calls(func, args, kwargs, self._is_weight):
+            layer = self._layer_of(call)
+            if layer is not None:
+                return call.run(layer)
+        return func(*args, **kwargs)
+
+    def _is_weight(self, operand: Tensor) -> bool:
+        return id(base_of(operand)) in self._parameters
 
     def _layer_of(self, call: FunctionalCall) -> nn.Module | None:
         parameter = base_of(call.weight)
@@ -368,7 +371,7 @@ class _Finder:
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._constants = _Constants({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-        self._found: dict[tuple[str, Channels], _Found] = {}
+        self._found: dict[tuple[str, AnyPart], _Found] = {}
         self._parts: dict[str, str] = {}
         self._running: list[nn.Module] = []
         self._called: set[str] = set()
@@ -385,18 +388,21 @@ class _Finder:
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  any result
         """Note a call and execute it; the listener of a ``FunctionMode``."""
-        call = functional_call(func, args, kwargs)
-        if call is not None:
+        for call in functional_calls(func, args, kwargs)[:1]:
+            if self._running and all(call.weight is not own for own in self._running[-1].parameters(recurse=False)):
+                self._note_computed(self._running[-1], call)
+        for call in functional_calls(func, args, kwargs, self._is_weight):
             self._note(call)
         result = func(*args, **kwargs)
         self._constants.follow(func, args, kwargs, result)
         return result
 
+    def _is_weight(self, operand: Tensor) -> bool:
+        return id(base_of(operand)) in self._names
+
     def _note(self, call: FunctionalCall) -> None:
         parameter = base_of(call.weight)
         name = self._names.get(id(parameter))
-        if self._running and all(call.weight is not own for own in self._running[-1].parameters(recurse=False)):
-            self._note_computed(self._running[-1], call)
         if name is None or call.input in self._constants or not parameter.is_floating_point():
             return
         if any(own is parameter for module in self._running for own in module.parameters(recurse=False)):
@@ -411,6 +417,8 @@ class _Finder:
         before.problem = before.problem or self._problem(before.call, call, channels)
 
     def _note_computed(self, module: nn.Module, call: FunctionalCall) -> None:
+        if call.product is not None:
+            return
         path, found = self._paths[id(module)], computed_weight(module, call, self._constants.__contains__)
         before = self._computed.setdefault(path, found)
         if found is None or before is None or not before.equals(found):
@@ -420,14 +428,17 @@ class _Finder:
         """The weights that layers compute from parameters, by path."""
         return {path: values for path, values in self._computed.items() if values is not None and path}
 
-    def _problem(self, first: FunctionalCall, call: FunctionalCall, channels: Channels) -> str | None:
+    def _problem(self, first: FunctionalCall, call: FunctionalCall, channels: AnyPart) -> str | None:
         if (first.type, first.settings) != (call.type, call.settings):
             return "its calls differ in their settings"
         if call.bias is None or first.bias is None:
             return None if call.bias is first.bias else "only some of its calls have a bias"
         if call.bias not in self._constants:
             return "its bias is computed from the input"
-        if call.type == "Linear" and call.bias.shape not in {(size := channels.stop - channels.start,), (1, size)}:
+        if call.type == "Linear" and call.bias.shape not in {
+            (size := channels.of(base_of(call.weight)).shape[0],),
+            (1, size),
+        }:
             return f"its bias has shape {list(call.bias.shape)}, not one value for each output channel"
         return None if torch.equal(first.bias, call.bias) else "its calls have different biases"
 
@@ -435,8 +446,10 @@ class _Finder:
         """The layers, and the calls that cannot be layers."""
         straight = {name for name, channels in self._found if not channels.transposed} | self._called
         layers, problems = [], [Skip(name, f"functional call: {reason}") for name, reason in self._parts.items()]
+        names: set[str] = set()
         for (parameter, channels), each in self._found.items():
-            name = parameter + _part(each.parameter, channels, marked=parameter in straight)
+            name = parameter + channels.label(each.parameter, marked=parameter in straight)
+            name = fresh_name(name, names)
             if each.problem is not None:
                 problems.append(Skip(name, f"functional call of {each.call.type}: {each.problem}"))
                 continue
@@ -452,14 +465,3 @@ class _Finder:
             value = None if bias is None else bias.detach().reshape(-1).clone()
             layers.append(FunctionalLayer(name=name, source=source, bias=value))
         return layers, problems
-
-
-def _part(parameter: Tensor, channels: Channels, *, marked: bool) -> str:
-    """The part of a parameter in a layer's name; nothing for all of it.
-
-    ``marked``: other calls use the rows of the parameter as output channels.
-    """
-    whole = channels.start == 0 and channels.stop == parameter.shape[1 if channels.transposed else 0]
-    if not whole:
-        return f"[{':,' if channels.transposed else ''}{channels.start}:{channels.stop}]"
-    return "[transposed]" if channels.transposed and marked else ""

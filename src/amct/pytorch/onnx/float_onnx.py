@@ -19,10 +19,11 @@ from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
 from amct.errors import ExportError
+from amct.export.onnx.float_weights import large_float_weights
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer import further_node
 from amct.export.onnx.layer_lookup import LayerBinding
-from amct.export.onnx.messages import check_valid, model_opset
+from amct.export.onnx.messages import captures, check_valid, model_opset
 from amct.export.onnx.rewrites import lower_opset, with_explicit_pool_padding, with_separate_zeros
 from amct.export.request import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE, LayerKind
@@ -98,8 +99,10 @@ def float_onnx(
     calls = {name: facts.calls for name, facts in traced.layers.items()}
     placed = place_layers(lowered.model, fused, kinds, calls, _untied(traced.model, stored, kinds))
     model = with_separate_zeros(with_explicit_pool_padding(lower_opset(placed.model, opset)))
+    values = {**stored, **placed.parameters}
+    _name_by_origin(model, values)
     _finish(model, opset)
-    _fill(model, {**stored, **placed.parameters}, kept)
+    _fill(model, values, kept)
     bindings = tuple(
         LayerBinding(layer=name, kind=kind, node=node) for name, kind in kinds.items() for node in placed.nodes[name]
     )
@@ -149,6 +152,27 @@ def _untied(model: nn.Module, stored: dict[str, torch.Tensor], layers: Collectio
             stored.update(dict.fromkeys(own, shared))
             found.update(own)
     return frozenset(found)
+
+
+def _name_by_origin(model: ModelProto, stored: Mapping[str, torch.Tensor]) -> None:
+    """Name large weights that were computed from parameters after the parameter, or the module that reads them."""
+    for weight in large_float_weights(model):
+        modules = [layer_name(scope) for scope in _scopes(weight.readers[0])[:-1] if scope]
+        if weight.name in stored or any(map(captures, weight.readers)):
+            continue
+        tensor = next(each for each in model.graph.initializer if each.name == weight.name)
+        origin = _same_numbers(numpy_helper.to_array(tensor), stored)
+        name = f"{origin}_rearranged" if origin else ".".join([*modules[-1:], weight.name])
+        for node in weight.readers:
+            node.input[:] = [name if each == weight.name else each for each in node.input]
+        tensor.name = name
+
+
+def _same_numbers(array: NDArray[Any], stored: Mapping[str, torch.Tensor]) -> str | None:
+    """The parameter that has the same numbers in any order."""
+    ordered = np.sort(array, axis=None)
+    alike = (name for name, tensor in stored.items() if tensor.numel() == array.size)
+    return next((name for name in alike if np.array_equal(np.sort(as_array(stored[name]), axis=None), ordered)), None)
 
 
 def _finish(model: ModelProto, opset: int) -> None:

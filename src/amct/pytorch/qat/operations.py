@@ -19,18 +19,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from amct.pytorch.call_sites import FunctionMode, OpenCall, function_name
-from amct.pytorch.capture.layer_types import base_of, channels_of, functional_call
+from amct.pytorch.capture.functional_calls import base_of, channels_of, functional_calls
 from amct.pytorch.qat.layers import QuantizedCall
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from amct.pytorch.capture.layer_types import FunctionalCall
+    from amct.pytorch.capture.functional_calls import FunctionalCall
 
 logger = logging.getLogger(__name__)
 
@@ -300,8 +301,8 @@ class _Operations:
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  any result
         """Call a function with quantized operands, or quantize its results."""
-        call = functional_call(func, args, kwargs) if self.mode.opens_attention else None
-        if call is not None:
+        calls = functional_calls(func, args, kwargs, self._is_weight) if self.mode.opens_attention else ()
+        for call in calls:
             is_layer, layer = self._layer_of(call)
             if layer is not None:
                 return _quantized_call(layer, call, func, args, kwargs)
@@ -310,6 +311,9 @@ class _Operations:
         result = func(*args, **kwargs)
         frame = self._frames[-1]
         return _quantized_results(frame.module, frame.opened.next_operation(), function_name(func), result)
+
+    def _is_weight(self, operand: Tensor) -> bool:
+        return any(id(base_of(operand)) == parameter for frame in self._frames for parameter, _ in frame.calls)
 
     def _layer_of(self, call: FunctionalCall) -> tuple[bool, QuantizedCall | None]:
         """Whether a call is one of the functional layers, and its quantizers."""
@@ -337,7 +341,15 @@ def _calls_of(module: nn.Module) -> dict[tuple[int, Any], QuantizedCall | None]:
 def _quantized_call(
     layer: QuantizedCall, call: FunctionalCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:  # noqa: ANN401  the result of the function
-    """Call a function with its activation and its weight quantized."""
+    """Call a function with its activation and its weight quantized; the layer takes the place of other products."""
+    if call.product is not None:
+
+        def computed(x: Tensor) -> Tensor:
+            operation = functional.conv1d if call.type == "Conv1d" else functional.linear
+            made: Tensor = quantized_output(layer, operation(*layer(x, layer.weight), **dict(call.settings)))
+            return made
+
+        return call.run(computed)
     x, weight = layer(call.input, call.weight.t() if call.columns else call.weight)
     replaced = {id(call.input): x, id(call.weight): weight.t() if call.columns else weight}
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))
