@@ -23,6 +23,8 @@ from amct_caffe import caffe
 
 BATCH_SIZE = 64
 CALIBRATION_BATCHES = 2
+MOST_BATCHES = 100
+"""For the accuracy, unless --iterations or --benchmark is given."""
 TMP = Path("tmp")
 
 
@@ -34,10 +36,17 @@ def parse_args() -> argparse.Namespace:
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--gpu", type=int, metavar="GPU_ID", help="run on this GPU")
     device.add_argument("--cpu", action="store_true", help="run on the CPU (the default)")
-    parser.add_argument("--iterations", type=int, default=9, help="batches of 64 images for the accuracy")
+    parser.add_argument(
+        "--iterations", type=int, help="batches of 64 images for the accuracy; all, at most 100, unless given"
+    )
     parser.add_argument("--caffe_dir", help="accepted and not needed: no Caffe has to be installed")
+    parser.add_argument("--pre_test", action="store_true", help="only run the float model")
+    parser.add_argument("--benchmark", action="store_true", help="use all images of the LMDB of --dataset")
     parser.add_argument("--dataset", type=Path, help="an LMDB of your own with test digits")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.benchmark and args.dataset is None:
+        parser.error("--benchmark needs --dataset with the path of an LMDB")
+    return args
 
 
 def set_device(gpu: int | None) -> None:
@@ -92,10 +101,16 @@ def main() -> int:
         dataset = TMP / "mnist_test_lmdb"
         convert(TMP / "mnist_data", "test", dataset)
     data = LMDBData(dataset, BATCH_SIZE)
-    before = run_caffe_model(args.model_file, args.weights_file, data, args.iterations)
+    batches = max(1, len(data) // BATCH_SIZE)
+    iterations = args.iterations or (batches if args.benchmark else min(batches, MOST_BATCHES))
+    before = run_caffe_model(args.model_file, args.weights_file, data, iterations)
+    if args.pre_test:
+        print(f"******final top1:{before}")
+        print("[AMCT][INFO]Run mnist sample without quantize success!")
+        return 0
     quantize(args, data)
     after = run_caffe_model(
-        "results/mnist_fake_quant_model.prototxt", "results/mnist_fake_quant_weights.caffemodel", data, args.iterations
+        "results/mnist_fake_quant_model.prototxt", "results/mnist_fake_quant_weights.caffemodel", data, iterations
     )
     print(f"******final top1:{after}")
     print(f"[AMCT][INFO] mnist top1 before quantize is {before}, after quantize is {after}")

@@ -24,11 +24,12 @@ MODEL_HELP = "the prototxt, such as pre_model/ResNet-50-deploy.prototxt"
 WEIGHTS_HELP = "the caffemodel, such as pre_model/ResNet-50-model.caffemodel"
 
 
-def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the arguments that every sample has."""
+def argument_parser(description: str | None, files: tuple[str, str] | None = None) -> argparse.ArgumentParser:
+    """A parser with the arguments that every sample has; without ``files``, the model's must be given."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_file", required=True, help=MODEL_HELP)
-    parser.add_argument("--weights_file", required=True, help=WEIGHTS_HELP)
+    model, weights = files or (None, None)
+    parser.add_argument("--model_file", required=files is None, default=model, help=MODEL_HELP)
+    parser.add_argument("--weights_file", required=files is None, default=weights, help=WEIGHTS_HELP)
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--gpu", type=int, metavar="GPU_ID", help="run on this GPU")
     device.add_argument("--cpu", action="store_true", help="run on the CPU (the default)")
