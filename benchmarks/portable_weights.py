@@ -29,7 +29,7 @@ from rich.table import Table
 
 import amct.caffe
 import amct.pytorch
-from amct.export.onnx.layer import Layer
+from amct.export.onnx.layer import OnnxLayer
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "pytorch"))
@@ -49,17 +49,19 @@ FILES = {"7 bits": "portable", "bounded pairs": "portable", "8 bits (VNNI)": "vn
 @contextmanager
 def seven_bits() -> Iterator[None]:
     """Weights are rounded again to 7 bits, which need no bound."""
-    own = Layer.requantized_weight
+    own = OnnxLayer.requantized_weight
 
-    def narrow(self: Layer, bits: int, *, bounded_pairs: bool = False) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    def narrow(
+        self: OnnxLayer, bits: int, *, bounded_pairs: bool = False
+    ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         del bits, bounded_pairs
         return own(self, 7)
 
-    Layer.requantized_weight = narrow  # type: ignore[method-assign]
+    OnnxLayer.requantized_weight = narrow  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Layer.requantized_weight = own  # type: ignore[method-assign]
+        OnnxLayer.requantized_weight = own  # type: ignore[method-assign]
 
 
 def lite0_images(count: int) -> NDArray[np.float32]:

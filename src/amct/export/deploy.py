@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.kept_weights import KeptWeights
-    from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer import OnnxLayer
     from amct.export.onnx.layer_lookup import LayerBinding
     from amct.numerics.qparams import LayerQParams, QParams
 
@@ -85,7 +85,7 @@ def _converted(
     bindings: Sequence[LayerBinding],
     qparams: Mapping[str, LayerQParams],
     kept: KeptWeights | None,
-    convert: Callable[[OnnxGraph, Layer, _Quantizers], None],
+    convert: Callable[[OnnxGraph, OnnxLayer, _Quantizers], None],
 ) -> ExportedModel:
     """The model after every bound layer that has parameters was converted."""
     graph, layers, skipped = find_layers(model, bindings, qparams, kept)
@@ -99,7 +99,7 @@ def _converted(
     return ExportedModel(model=graph.build(), layers=tuple(reports), skipped=tuple(skipped), kept=kept)
 
 
-def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: _Quantizers) -> None:
+def _quantize_layer(graph: OnnxGraph, layer: OnnxLayer, quantizers: _Quantizers) -> None:
     if layer.kind.is_recurrent:
         _replace_recurrent(graph, layer)
         return
@@ -114,7 +114,7 @@ def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: _Quantizers) -> 
     _insert_dequant(graph, layer)
 
 
-def _insert_quant(graph: OnnxGraph, layer: Layer, quantizers: _Quantizers) -> None:
+def _insert_quant(graph: OnnxGraph, layer: OnnxLayer, quantizers: _Quantizers) -> None:
     qparams = layer.qparams.input
     tensor = insert_balance(graph, layer, layer.reader.input[0], _numpy_float(layer))
     key = (tensor, qparams)
@@ -135,7 +135,7 @@ def _insert_quant(graph: OnnxGraph, layer: Layer, quantizers: _Quantizers) -> No
         graph.forget_type(layer.pad.output[0])
 
 
-def _insert_dequant(graph: OnnxGraph, layer: Layer) -> None:
+def _insert_dequant(graph: OnnxGraph, layer: OnnxLayer) -> None:
     name = f"{layer.name}.dequant"
     param = graph.add_initializer(f"{name}.param", dequant_param(layer.dequant_scale()))
     read, write = graph.tap(layer.output, f"{name}.output0")
@@ -144,7 +144,7 @@ def _insert_dequant(graph: OnnxGraph, layer: Layer) -> None:
     graph.add_node("AscendDequant", name, [read, param], [write], dtype=_dequant_dtype(layer))
 
 
-def _replace_bias(graph: OnnxGraph, layer: Layer) -> None:
+def _replace_bias(graph: OnnxGraph, layer: OnnxLayer) -> None:
     name = replace_bias(graph, layer, layer.integer_bias())
     if layer.qparams.input.bits != 4:
         return
@@ -171,7 +171,7 @@ def pack_int4(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
     return np.ascontiguousarray(np.moveaxis(packed, 0, axis))
 
 
-def _packed(layer: Layer) -> NDArray[np.int8]:
+def _packed(layer: OnnxLayer) -> NDArray[np.int8]:
     if layer.groups > 1:
         raise ExportError(
             f'layer "{layer.name}": INT4 weights of a convolution with {layer.groups} groups cannot be packed; '
@@ -186,7 +186,7 @@ def _packed(layer: Layer) -> NDArray[np.int8]:
 # -- recurrent layers -------------------------------------------------------------------------------------------------
 
 
-def _replace_recurrent(graph: OnnxGraph, layer: Layer) -> None:
+def _replace_recurrent(graph: OnnxGraph, layer: OnnxLayer) -> None:
     _check_recurrent(layer)
     node, data, hidden = layer.node, layer.qparams.input, layer.qparams.hidden
     x = insert_balance(graph, layer, node.input[0], _numpy_float(layer))
@@ -225,7 +225,7 @@ def _replace_recurrent(graph: OnnxGraph, layer: Layer) -> None:
     graph.drop_attribute(node, "layout")
 
 
-def _check_recurrent(layer: Layer) -> None:
+def _check_recurrent(layer: OnnxLayer) -> None:
     four_bits = "its activation has 4 bits; Ascend has 8 and 16"
     problem = recurrent_problem(layer.node) if layer.qparams.input.bits in _QUANT_DTYPE else four_bits
     if problem is not None:
@@ -239,11 +239,11 @@ def _reciprocal(scale: float) -> float:
     return float(np.float32(1) / np.float32(scale))
 
 
-def _numpy_float(layer: Layer) -> type[np.floating]:
+def _numpy_float(layer: OnnxLayer) -> type[np.floating]:
     return np.float16 if layer.element_type == TensorProto.FLOAT16 else np.float32
 
 
-def _dequant_dtype(layer: Layer) -> int:
+def _dequant_dtype(layer: OnnxLayer) -> int:
     return 1 if layer.element_type == TensorProto.FLOAT16 else 0
 
 
@@ -270,7 +270,7 @@ def fake_quant_model(
     """
     outputs: dict[str, str] = {}
 
-    def simulate(graph: OnnxGraph, layer: Layer, quantizers: _Quantizers) -> None:
+    def simulate(graph: OnnxGraph, layer: OnnxLayer, quantizers: _Quantizers) -> None:
         if layer.kind.is_recurrent:
             _recurrent(graph, layer)
         else:
@@ -281,7 +281,7 @@ def fake_quant_model(
     return exported
 
 
-def _simulate_layer(graph: OnnxGraph, layer: Layer, quantizers: _Quantizers) -> str:
+def _simulate_layer(graph: OnnxGraph, layer: OnnxLayer, quantizers: _Quantizers) -> str:
     """Make a layer compute with integer values; returns the tensor of its dequantized output."""
     tensor = layer.reader.input[0]
     if not layer.is_wide_float:
@@ -316,7 +316,7 @@ def insert_quantizer(graph: OnnxGraph, name: str, tensor: str, qparams: QParams)
     return graph.add_node("Sub", f"{prefix}.sub", [clipped, shift])
 
 
-def _insert_dequantizer(graph: OnnxGraph, layer: Layer) -> str:
+def _insert_dequantizer(graph: OnnxGraph, layer: OnnxLayer) -> str:
     scales = along_channels(layer, layer.dequant_scale())
     if graph.rank(layer.output) == 1:  # one vector: two dimensions would make it a matrix
         scales = scales.reshape(-1)
@@ -332,7 +332,7 @@ def _insert_dequantizer(graph: OnnxGraph, layer: Layer) -> str:
     return graph.add_node("Cast", last, [wide], [write], to=layer.element_type)
 
 
-def _recurrent(graph: OnnxGraph, layer: Layer) -> None:
+def _recurrent(graph: OnnxGraph, layer: OnnxLayer) -> None:
     qparams, node = layer.qparams, layer.node
     dtype = helper.tensor_dtype_to_np_dtype(layer.element_type)
     graph.set_input(node, 0, _quantize_dequantize(graph, layer, "", node.input[0], qparams.input))
@@ -349,7 +349,7 @@ def _recurrent(graph: OnnxGraph, layer: Layer) -> None:
         replace_weight(graph, layer, bias[np.newaxis].astype(dtype), index=3)
 
 
-def _quantize_dequantize(graph: OnnxGraph, layer: Layer, number: str, tensor: str, qparams: QParams) -> str:
+def _quantize_dequantize(graph: OnnxGraph, layer: OnnxLayer, number: str, tensor: str, qparams: QParams) -> str:
     """Quantize and dequantize x (number "") or the hidden state (number "1") of a recurrent layer."""
     name = f"{layer.name}.quant{number}"
     if not layer.is_wide_float:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from amct.calibration import Ranks
     from amct.config.plan import Plan
-    from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer import OnnxLayer
     from amct.onnx_model.batches import Feeds
     from amct.onnx_model.door import OnnxPreparation
     from amct.pipeline.flow import Passes
@@ -168,7 +168,7 @@ def watch_layers(model: ModelProto, prepared: OnnxPreparation) -> tuple[ModelPro
     return graph.build(), watched
 
 
-def _watched(layer: Layer) -> Watched:
+def _watched(layer: OnnxLayer) -> Watched:
     if not layer.kind.is_recurrent:
         return Watched(input=layer.reader.input[0])
     assert layer.recurrent_weight is not None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
-    from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer import OnnxLayer
     from amct.numerics.similarity import LayerComparison
     from amct.onnx_model.batches import Feeds
     from amct.pipeline.batches import BatchInputs
@@ -221,7 +221,7 @@ def common_layers(reference: ModelProto, other: ModelProto) -> dict[str, tuple[s
     return found
 
 
-def _results(layer: Layer) -> list[str]:
+def _results(layer: OnnxLayer) -> list[str]:
     """The tensors that can be compared as a layer's output, the preferred first; a recurrent layer has several."""
     return [name for name in layer.node.output if name] if layer.kind.is_recurrent else [layer.output]
 

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from amct.calibration import Ranks
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig
-    from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer import OnnxLayer
     from amct.export.onnx.layer_lookup import LayerBinding
     from amct.export.qdq.exporter import TensorPlan
     from amct.numerics.observer import TensorObserver
     from amct.numerics.qparams import LayerQParams
     from amct.onnx_model.batches import Feeds
-    from amct.onnx_model.layers import Layers
+    from amct.onnx_model.layers import FoundLayers
     from amct.onnx_model.reading import AnyModel, SourceModel
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import Calibration, ComparedModel, ModelOutput
@@ -65,9 +65,9 @@ class OnnxPreparation(Preparation):
     """
 
     source: SourceModel
-    found: Layers
+    found: FoundLayers
     folded: ModelProto
-    onnx_layers: Mapping[str, Layer]
+    onnx_layers: Mapping[str, OnnxLayer]
     kept: KeptWeights
 
     @property

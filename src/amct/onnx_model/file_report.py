@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from onnx import ModelProto, NodeProto
 
-    from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer import OnnxLayer
     from amct.onnx_model.layers import FoundLayer
     from amct.onnx_model.reading import AnyModel
     from amct.pipeline.batches import BatchInputs
@@ -163,7 +163,7 @@ def _layers(reference: ModelProto, other: ModelProto, quantized_file: Path, note
     return layers
 
 
-def _balanced_weights(layer: Layer, record: Record) -> tuple[FloatWeight, ...]:
+def _balanced_weights(layer: OnnxLayer, record: Record) -> tuple[FloatWeight, ...]:
     """The weights of the float model, the first multiplied by the balance factors of the record."""
     factors = record[layer.name].tensor_balance_factor if layer.name in record.layers else ()
     balance = torch.tensor(factors) if factors else None

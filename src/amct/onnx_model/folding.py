@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
     from amct.export.onnx.kept_weights import KeptWeights
-    from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer import OnnxLayer
 
 _PATTERN = FusionPattern(heads=WITH_BIAS, stages=(frozenset({BATCH_NORM}),))
 _PARTS = ("scale", "B", "mean", "var")
@@ -106,7 +106,7 @@ def _fold_constants(graph: OnnxGraph, skip: Collection[str]) -> dict[str, str]:
     return folded
 
 
-def _constant_affine(graph: OnnxGraph, layer: Layer, node: NodeProto) -> ChannelAffine | None:
+def _constant_affine(graph: OnnxGraph, layer: OnnxLayer, node: NodeProto) -> ChannelAffine | None:
     """What a node does with the output of a layer; None if that is not the same for all values of a channel."""
     if node.op_type not in ("Add", "Sub", "Mul", "Div") or layer.weight is None:
         return None
@@ -125,7 +125,7 @@ def _constant_affine(graph: OnnxGraph, layer: Layer, node: NodeProto) -> Channel
     return ChannelAffine(1 / values, 0 * ones) if place == 0 and bool((values != 0).all()) else None
 
 
-def _per_channel(constant: NDArray[Any], layer: Layer) -> torch.Tensor | None:
+def _per_channel(constant: NDArray[Any], layer: OnnxLayer) -> torch.Tensor | None:
     """A constant as float64 ``[Cout]``; None if it differs inside a channel, changes the shape or is not finite."""
     assert layer.weight is not None
     rank = layer.weight.ndim  # also that of the output
@@ -139,7 +139,7 @@ def _per_channel(constant: NDArray[Any], layer: Layer) -> torch.Tensor | None:
     return values.expand(layer.channels_out).clone()
 
 
-def _layer(graph: OnnxGraph, head: NodeProto) -> Layer | str:
+def _layer(graph: OnnxGraph, head: NodeProto) -> OnnxLayer | str:
     binding = LayerBinding(layer=head.name, kind=KIND_OF_OPERATOR[head.op_type], node=head.name)
     try:
         return find_layer(graph, binding)
@@ -157,7 +157,7 @@ def _fold_one(graph: OnnxGraph, head: NodeProto, norm: NodeProto) -> None:
     graph.take_output(head, norm)
 
 
-def _apply(graph: OnnxGraph, layer: Layer, affine: ChannelAffine) -> None:
+def _apply(graph: OnnxGraph, layer: OnnxLayer, affine: ChannelAffine) -> None:
     """Change the weight and bias of a layer so that it also computes an affine function of its output."""
     assert layer.weight is not None
     head = layer.node

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
-    from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer import OnnxLayer
     from amct.pipeline.weights import QuantizedWeights
 
 _FLOATS = (np.float32, np.float16)
@@ -39,7 +39,7 @@ class FoundLayer:
     """
 
     type: str
-    layer: Layer
+    layer: OnnxLayer
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class FoundLayer:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layers:
+class FoundLayers:
     """The layers of a model.
 
     Attributes:
@@ -71,7 +71,7 @@ class Layers:
     skips: tuple[Skip, ...]
     operators: Mapping[str, str]
 
-    def without_weights(self) -> Layers:
+    def without_weights(self) -> FoundLayers:
         """The same layers without their arrays of weights, which are large."""
         found = {
             name: replace(each, layer=replace(each.layer, weight=None, recurrent_weight=None))
@@ -92,7 +92,7 @@ class Layers:
         return LayerInfo(name=name, type=found.type, has_bias=has_bias, can_pack_int4=found.can_pack)
 
 
-def find_all_layers(model: ModelProto) -> Layers:
+def find_all_layers(model: ModelProto) -> FoundLayers:
     """Find the layers of a model whose nodes have unique names."""
     graph = OnnxGraph(model)
     found: dict[str, FoundLayer] = {}
@@ -114,7 +114,7 @@ def find_all_layers(model: ModelProto) -> Layers:
         for name, body_of, operator in _in_bodies(node):
             if operators.setdefault(name, operator) == operator:
                 skips.append(Skip(name, f"it is inside the body of {body_of}; only the main graph is quantized"))
-    return Layers(found=found, skips=tuple(skips), operators=operators)
+    return FoundLayers(found=found, skips=tuple(skips), operators=operators)
 
 
 def _in_bodies(node: NodeProto) -> Iterator[tuple[str, str, str]]:
@@ -168,26 +168,26 @@ def _setting_problem(node: NodeProto) -> str | None:
     return recurrent_problem(node)
 
 
-def _rank(graph: OnnxGraph, layer: Layer) -> int | None:
+def _rank(graph: OnnxGraph, layer: OnnxLayer) -> int | None:
     return layer.weight.ndim if layer.weight is not None else graph.rank(layer.node.input[0]) or _kernel_rank(layer)
 
 
-def _kernel_rank(layer: Layer) -> int | None:
+def _kernel_rank(layer: OnnxLayer) -> int | None:
     kernel = attribute_value(layer.node, "kernel_shape")
     return len(kernel) + 2 if kernel else None
 
 
-def _type_of(graph: OnnxGraph, layer: Layer) -> str | None:
+def _type_of(graph: OnnxGraph, layer: OnnxLayer) -> str | None:
     return layer.kind.torch_type(_rank(graph, layer) or ANY_RANK)
 
 
-def _dimension_problem(graph: OnnxGraph, layer: Layer) -> str:
+def _dimension_problem(graph: OnnxGraph, layer: OnnxLayer) -> str:
     dimensions = (_rank(graph, layer) or 2) - 2
     known = ", ".join(str(rank - 2) for rank in layer.kind.torch_types)
     return f"{layer.node.op_type} over {dimensions} dimensions cannot be quantized, only over {known}"
 
 
-def reads_rescaled(layer: Layer, graph: OnnxGraph, rescaled: Collection[str]) -> bool:
+def reads_rescaled(layer: OnnxLayer, graph: OnnxGraph, rescaled: Collection[str]) -> bool:
     """Whether the layer that computes this one's input, possibly through a Relu, is among the rescaled ones."""
     producer = graph.producer(layer.reader.input[0])
     if producer is not None and producer.op_type == "Relu":
@@ -217,7 +217,7 @@ def topology(model: ModelProto) -> Graph:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def float_weights(layer: Layer) -> tuple[FloatWeight, ...]:
+def float_weights(layer: OnnxLayer) -> tuple[FloatWeight, ...]:
     """The float weights of a layer; none for average pooling."""
     arrays = {"weight": layer.weight, "recurrent weight": layer.recurrent_weight}
     return tuple(
@@ -233,7 +233,7 @@ def float_weights(layer: Layer) -> tuple[FloatWeight, ...]:
     )
 
 
-def put_weights(weights: QuantizedWeights, graph: OnnxGraph, layer: Layer) -> None:
+def put_weights(weights: QuantizedWeights, graph: OnnxGraph, layer: OnnxLayer) -> None:
     """Store the dequantized weights in the layer's node of a graph; its input is not balanced there."""
     for index, weight in enumerate(weights.unbalanced().values(), start=1):
         array: NDArray[np.floating] = weight.numpy()

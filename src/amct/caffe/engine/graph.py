@@ -87,7 +87,6 @@ class GraphBuilder:
         self.check_size = size_check()
         self.context = LayerContext(
             phase=net.state.phase,
-            net_name=net.name,
             allow_python=allow_python,
             check_size=self.check_size,
             integer_inputs=integer_inputs(net.layer),

@@ -79,7 +79,6 @@ class LayerContext:
     """The properties of the net that a layer may use."""
 
     phase: int = TEST
-    net_name: str = ""
     allow_python: bool = False
     check_size: Callable[[Shape, str], None] = lambda _shape, _what: None
     """Raises ModelError for a shape that is too large; layers created outside a net may have any size."""

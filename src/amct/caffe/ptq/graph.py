@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from amct.numerics.settings import BatchNormUpdate
     from amct.pipeline.weights import QuantizedWeights
 
-IMAGE_AXES = 4
-
 
 class Stage(IntEnum):
     """The stages of the flow."""

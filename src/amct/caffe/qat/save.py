@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
 PATH = (str, os.PathLike)
-OPTIONAL_PATH = (*PATH, type(None))
 TRAINED_AS_IT_IS = ExportOptions(placement=Placement.EXACT.value, target=Target.EXACT8.value)
 """Options of the QDQ file: it has the integers that were trained, and no others."""
 

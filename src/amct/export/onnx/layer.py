@@ -39,7 +39,7 @@ def further_node(layer: str, call: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layer:
+class OnnxLayer:
     """One node of a bound layer.
 
     Weights are in the layer's own layout (linear: ``[Cout, Cin]``), independent of ONNX's.
@@ -247,7 +247,7 @@ def shared_tensor(array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-def layer_report(layer: Layer, inserted: Iterable[str], output: str | None = None) -> LayerReport:
+def layer_report(layer: OnnxLayer, inserted: Iterable[str], output: str | None = None) -> LayerReport:
     """The report of a layer; ``output`` is its output tensor in the float model, if it was renamed since."""
     return LayerReport(
         layer=layer.layer,
@@ -262,13 +262,13 @@ def layer_report(layer: Layer, inserted: Iterable[str], output: str | None = Non
     )
 
 
-def straighten_gemm(graph: OnnxGraph, layer: Layer) -> None:
+def straighten_gemm(graph: OnnxGraph, layer: OnnxLayer) -> None:
     """Make a Gemm read its weight as ``[Cin, Cout]``; ``replace_weight`` then stores it in this layout."""
     if layer.node.op_type == "Gemm":
         graph.set_attribute(layer.node, "transB", 0)
 
 
-def stored_weight(layer: Layer, weight: NDArray[Any]) -> NDArray[Any]:
+def stored_weight(layer: OnnxLayer, weight: NDArray[Any]) -> NDArray[Any]:
     """Convert a weight from the layer's own layout to that of its operator: ``[Cin, Cout]`` for MatMul and Gemm."""
     if layer.kind is LayerKind.LINEAR and not layer.transposed_gemm:
         return np.ascontiguousarray(weight.T)
@@ -276,7 +276,7 @@ def stored_weight(layer: Layer, weight: NDArray[Any]) -> NDArray[Any]:
 
 
 def replace_weight(
-    graph: OnnxGraph, layer: Layer, weight: NDArray[Any], index: int = 1, dtype: npt.DTypeLike | None = None
+    graph: OnnxGraph, layer: OnnxLayer, weight: NDArray[Any], index: int = 1, dtype: npt.DTypeLike | None = None
 ) -> str:
     """Store a weight (layer's own layout) as an initializer of the layer's node; returns its name.
 
@@ -288,7 +288,7 @@ def replace_weight(
     return name
 
 
-def replace_bias(graph: OnnxGraph, layer: Layer, bias: NDArray[Any]) -> str:
+def replace_bias(graph: OnnxGraph, layer: OnnxLayer, bias: NDArray[Any]) -> str:
     """Store a bias ``[Cout]`` as an initializer of the layer's node, or of the Add behind it; returns its name."""
     node, index = layer.bias_place
     name = owned_name(graph, node, index, f"{layer.name}.bias")
@@ -300,7 +300,7 @@ def replace_bias(graph: OnnxGraph, layer: Layer, bias: NDArray[Any]) -> str:
 _SUFFIX = {1: "weight", 2: "recurrent_weight", 3: "bias"}
 
 
-def share_weights(graph: OnnxGraph, layers: Sequence[Layer]) -> None:
+def share_weights(graph: OnnxGraph, layers: Sequence[OnnxLayer]) -> None:
     """Make the nodes of a layer that is computed several times read the same stored weights again.
 
     Each node was given its own; equal ones are stored once.

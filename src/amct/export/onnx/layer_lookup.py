@@ -16,7 +16,7 @@ from onnx import TensorProto
 
 from amct.errors import ExportError, did_you_mean
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.onnx.layer import Layer, further_node
+from amct.export.onnx.layer import OnnxLayer, further_node
 from amct.export.onnx.messages import attribute_value
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_OPERATOR, LayerKind
@@ -49,7 +49,7 @@ def find_layers(
     bindings: Sequence[LayerBinding],
     qparams: Mapping[str, LayerQParams] | None = None,
     kept: KeptWeights | None = None,
-) -> tuple[OnnxGraph, list[Layer], list[Skip]]:
+) -> tuple[OnnxGraph, list[OnnxLayer], list[Skip]]:
     """Open a model for editing and find its layers, in graph order; their nodes get the names of the layers.
 
     Args:
@@ -98,7 +98,7 @@ def _check_names(bindings: Sequence[LayerBinding], qparams: Mapping[str, LayerQP
         )
 
 
-def find_layer(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None = None) -> Layer:
+def find_layer(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None = None) -> OnnxLayer:
     """Find the weight, bias and settings of a bound layer and check that they match its binding.
 
     Raises:
@@ -116,12 +116,12 @@ def find_layer(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | 
     return _find_convolution(graph, binding, qparams, node)
 
 
-def _find_pool(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto) -> Layer:
+def _find_pool(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto) -> OnnxLayer:
     if qparams is not None and qparams.balance is not None:
         _refuse(binding, node, "average pooling has no weight to balance: remove tensor_balance_factor")
     if qparams is not None and qparams.weight.scale.numel() != 1:
         _refuse(binding, node, f"expected 1 scale_w, got {qparams.weight.scale.numel()}")
-    return Layer(
+    return OnnxLayer(
         layer=binding.layer,
         kind=binding.kind,
         node=node,
@@ -149,7 +149,9 @@ def is_zero_pad(graph: OnnxGraph, pad: NodeProto) -> bool:
     return value is not None and not np.any(value)
 
 
-def _find_convolution(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto) -> Layer:
+def _find_convolution(
+    graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto
+) -> OnnxLayer:
     weight = _weight(graph, binding, node, 1)
     if weight.ndim < 3:
         _refuse(binding, node, f"expected a weight of at least 3 dimensions, got shape {list(weight.shape)}")
@@ -159,7 +161,7 @@ def _find_convolution(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQPa
     channels_in = weight.shape[0] if transposed else weight.shape[1] * groups
     channels_out = weight.shape[1] * groups if transposed else weight.shape[0]
     _check_counts(binding, node, qparams, channels_in=channels_in, counts=(1, channels_out))
-    return Layer(
+    return OnnxLayer(
         layer=binding.layer,
         kind=binding.kind,
         node=node,
@@ -171,7 +173,7 @@ def _find_convolution(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQPa
     )
 
 
-def _find_linear(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto) -> Layer:
+def _find_linear(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto) -> OnnxLayer:
     stored = _weight(graph, binding, node, 1)
     if stored.ndim != 2:
         _refuse(binding, node, f"expected a weight of 2 dimensions, got shape {list(stored.shape)}")
@@ -186,7 +188,7 @@ def _find_linear(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams 
         weight = stored.T
         bias, bias_node = _added_bias(graph, node, weight.shape[0])
     _check_counts(binding, node, qparams, channels_in=weight.shape[1], counts=(1, weight.shape[0]))
-    return Layer(
+    return OnnxLayer(
         layer=binding.layer,
         kind=binding.kind,
         node=node,
@@ -222,7 +224,9 @@ def _added_bias(graph: OnnxGraph, node: NodeProto, channels: int) -> tuple[NDArr
     return bias, add
 
 
-def _find_recurrent(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto) -> Layer:
+def _find_recurrent(
+    graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto
+) -> OnnxLayer:
     weight, recurrent = _weight(graph, binding, node, 1), _weight(graph, binding, node, 2)
     if weight.ndim != 3 or weight.shape[0] != 1 or attribute_value(node, "direction", "forward") != "forward":
         _refuse(binding, node, f"expected one forward direction, got a weight of shape {list(weight.shape)}")
@@ -231,7 +235,7 @@ def _find_recurrent(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQPara
     counts = (1, binding.kind.gates, weight.shape[1])
     _check_counts(binding, node, qparams, channels_in=weight.shape[2], counts=counts)
     bias = _optional_constant(graph, binding, node, 3, "bias")
-    return Layer(
+    return OnnxLayer(
         layer=binding.layer,
         kind=binding.kind,
         node=node,

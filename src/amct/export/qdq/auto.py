@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from amct.export.formats import ExportedModel
     from amct.export.onnx.graph import OnnxGraph
-    from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer import OnnxLayer
 
     Export = Callable[[frozenset[str], frozenset[str]], ExportedModel]
     """Exports placement ``fast`` with some tensors and some layers left float."""
@@ -46,7 +46,9 @@ class Region:
     tensors: tuple[str, ...]
 
 
-def fastest_placement(graph: OnnxGraph, layers: Sequence[Layer], model: ModelProto, export: Export) -> ExportedModel:
+def fastest_placement(
+    graph: OnnxGraph, layers: Sequence[OnnxLayer], model: ModelProto, export: Export
+) -> ExportedModel:
     """Export a model with the fastest placement of each region.
 
     Args:
@@ -128,7 +130,7 @@ class _Search:
         return loaded
 
 
-def grouped_regions(graph: OnnxGraph, layers: Sequence[Layer], quantized: Sequence[str]) -> list[list[Region]]:
+def grouped_regions(graph: OnnxGraph, layers: Sequence[OnnxLayer], quantized: Sequence[str]) -> list[list[Region]]:
     """The regions of a model in groups of equal ones, those with the largest weights first.
 
     Args:
@@ -149,7 +151,7 @@ def grouped_regions(graph: OnnxGraph, layers: Sequence[Layer], quantized: Sequen
             producer = graph.producer(producer.input[0])
         for node in (*graph.consumers(tensor), *([producer] if producer is not None else [])):
             leaders[leader(node.name)] = leader(f"tensor {tensor}")
-    members: dict[str, list[Layer]] = {}
+    members: dict[str, list[OnnxLayer]] = {}
     for layer in layers:
         members.setdefault(leader(layer.node.name), []).append(layer)
     groups: dict[object, list[Region]] = {}

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from amct.export.formats import LayerReport
     from amct.export.onnx.graph import OnnxGraph
-    from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer import OnnxLayer
     from amct.export.onnx.layer_lookup import LayerBinding
     from amct.numerics.qparams import LayerQParams, Observed, QParams
 
@@ -121,7 +121,7 @@ def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the opt
 
 
 def _quantize_layers(
-    nodes: QdqNodes, layers: Sequence[Layer], placed: FastPlacement
+    nodes: QdqNodes, layers: Sequence[OnnxLayer], placed: FastPlacement
 ) -> tuple[list[LayerReport], list[Skip]]:
     """Quantize inputs and weights of the layers; returns what was done, and what stays float inside of them."""
     graph = nodes.graph
@@ -139,8 +139,8 @@ def _quantize_layers(
 
 
 def _place_fast(
-    nodes: QdqNodes, layers: Sequence[Layer], tensors: Mapping[str, Observed], float_tensors: Collection[str]
-) -> tuple[list[Layer], FastPlacement, list[Skip]]:
+    nodes: QdqNodes, layers: Sequence[OnnxLayer], tensors: Mapping[str, Observed], float_tensors: Collection[str]
+) -> tuple[list[OnnxLayer], FastPlacement, list[Skip]]:
     """Plan placement ``fast``; returns the layers that are quantized, the placement, and the layers left float."""
     graph = nodes.graph
     nodes.fast = True
@@ -165,7 +165,7 @@ def _place_fast(
     return layers, placed, skipped
 
 
-def _inputs(layers: Sequence[Layer]) -> dict[str, LayerInput]:
+def _inputs(layers: Sequence[OnnxLayer]) -> dict[str, LayerInput]:
     """How the layers read their inputs, after calibration."""
     return {
         layer.name: LayerInput(
@@ -235,7 +235,7 @@ def plan_tensors(
     return TensorPlan(tuple(dict.fromkeys(each.tensor for each in sources if each.tensor is not None)), shared)
 
 
-def _left_float(layers: Sequence[Layer]) -> list[Skip]:
+def _left_float(layers: Sequence[OnnxLayer]) -> list[Skip]:
     """The layers that placement ``fast`` leaves float, with the reason."""
     return [
         Skip(
@@ -248,7 +248,7 @@ def _left_float(layers: Sequence[Layer]) -> list[Skip]:
 
 
 def _means(
-    layers: Sequence[Layer], tensors: Mapping[str, Observed], padded: Mapping[str, str]
+    layers: Sequence[OnnxLayer], tensors: Mapping[str, Observed], padded: Mapping[str, str]
 ) -> dict[str, NDArray[np.float32]]:
     """The per-channel mean of each layer's input, after balancing; ``padded`` is that of ``merge_pads``."""
     means = {}
@@ -269,8 +269,8 @@ def _why_exact(tensors: Mapping[str, Observed] | None, placement: Placement) -> 
 
 
 def _with_shared_quantizers(
-    nodes: QdqNodes, layers: Sequence[Layer], placed: FastPlacement
-) -> list[tuple[Layer, list[str], float]]:
+    nodes: QdqNodes, layers: Sequence[OnnxLayer], placed: FastPlacement
+) -> list[tuple[OnnxLayer, list[str], float]]:
     """Write the quantizers of placement ``fast``; returns each layer with its new quantizers and its scale_d.
 
     A layer needs the quantizers of its input and of its output (behind its activation); shared ones are listed once.
@@ -323,7 +323,7 @@ def _redirect(graph: OnnxGraph, readers: Sequence[NodeProto], tensor: str, resul
                 graph.set_input(reader, index, result)
 
 
-def _quantize_inputs(nodes: QdqNodes, layer: Layer, *, covered: bool) -> list[Skip]:
+def _quantize_inputs(nodes: QdqNodes, layer: OnnxLayer, *, covered: bool) -> list[Skip]:
     """Quantize a layer's inputs except its weights, unless the placement did; returns those that were skipped."""
     qparams = layer.qparams
     if qparams.input.bits == 16 and nodes.graph.opset < SIXTEEN_BIT_OPSET:
@@ -344,7 +344,7 @@ def _quantize_inputs(nodes: QdqNodes, layer: Layer, *, covered: bool) -> list[Sk
     return []
 
 
-def _quantized_for(nodes: QdqNodes, layer: Layer, tensor: str, qparams: QParams, name: str) -> str:
+def _quantized_for(nodes: QdqNodes, layer: OnnxLayer, tensor: str, qparams: QParams, name: str) -> str:
     """Quantize a tensor for one layer: balanced first, and in float32 for any data type of the model."""
     graph = nodes.graph
     is_input = name == layer.name
@@ -358,7 +358,7 @@ def _quantized_for(nodes: QdqNodes, layer: Layer, tensor: str, qparams: QParams,
     return result
 
 
-def _narrow_output(graph: OnnxGraph, layer: Layer) -> None:
+def _narrow_output(graph: OnnxGraph, layer: OnnxLayer) -> None:
     """Cast the output of a layer that reads float32 back to the data type of the model."""
     name = f"{layer.name}.narrow"
     read, write = graph.tap((layer.bias_node or layer.node).output[0], f"{name}.output0")

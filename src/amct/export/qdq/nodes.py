@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from onnx import NodeProto
 
     from amct.export.onnx.graph import OnnxGraph
-    from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer import OnnxLayer
     from amct.numerics.qparams import QParams
 
 BITS_OF_ANY_PAIR = 7
@@ -88,7 +88,7 @@ class QdqNodes:
         self._pairs[write, qparams] = (integers, write)
         return integers
 
-    def balanced(self, layer: Layer, tensor: str) -> str:
+    def balanced(self, layer: OnnxLayer, tensor: str) -> str:
         """Divide a layer's input by its balance factors; layers with the same factors share the result."""
         assert layer.qparams.balance is not None
         key = (tensor, layer.qparams.balance.numpy().tobytes())
@@ -126,11 +126,11 @@ class QdqNodes:
         graph.add_node("DequantizeLinear", f"{base}.dequantize", [read, *parameters], [write])
         return read
 
-    def weight_bits(self, layer: Layer) -> int:
+    def weight_bits(self, layer: OnnxLayer) -> int:
         """The bit width of a layer's weights in the file, once they are written."""
         return self._bits.get(layer.name, layer.qparams.weight.bits)
 
-    def weights(self, layer: Layer, scale_d: float) -> None:
+    def weights(self, layer: OnnxLayer, scale_d: float) -> None:
         """Make a layer read its weights and bias from integers.
 
         ``scale_d`` is the scale of its input in this file.
@@ -156,7 +156,7 @@ class QdqNodes:
         if layer.bias is not None:
             self._bias(layer, scales, scale_d)
 
-    def _is_rounded_again(self, layer: Layer) -> bool:
+    def _is_rounded_again(self, layer: OnnxLayer) -> bool:
         """Whether the float weights are rounded again; otherwise the file has the record's own integers."""
         if layer.kind not in (LayerKind.CONV, LayerKind.LINEAR) or layer.qparams.input.bits > 8:
             return False
@@ -165,7 +165,7 @@ class QdqNodes:
         one_scale = layer.qparams.weight.scale.numel() == 1
         return self.fast and self.target is Target.VNNI and layer.kind is LayerKind.LINEAR and one_scale
 
-    def _layer_weight(self, layer: Layer, *, again: bool) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    def _layer_weight(self, layer: OnnxLayer, *, again: bool) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         if not again:
             return layer.integer_weight(), layer.row_scales()
         bounded = self.target is Target.PORTABLE and _adds_pairs(layer)
@@ -174,7 +174,9 @@ class QdqNodes:
             self._bits[layer.name] = BITS_OF_ANY_PAIR
         return integers, scales
 
-    def _with_bias_correction(self, layer: Layer, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> Layer:
+    def _with_bias_correction(
+        self, layer: OnnxLayer, integers: NDArray[np.int8], scales: NDArray[np.float32]
+    ) -> OnnxLayer:
         """The layer with bias correction, if the means of its input are known."""
         mean = self.means.get(layer.name)
         if mean is None:
@@ -183,7 +185,7 @@ class QdqNodes:
         return replace(layer, bias=layer.bias + layer.bias_correction(integers, scales, mean))
 
     def _weight(
-        self, layer: Layer, index: int, integers: NDArray[np.int8], scales: NDArray[np.float32], axis: int
+        self, layer: OnnxLayer, index: int, integers: NDArray[np.int8], scales: NDArray[np.float32], axis: int
     ) -> None:
         base = owned_name(self.graph, layer.node, index, f"{layer.name}.weight{index}")
         result = self._dequantized_weight(base, integers, scales, axis)
@@ -215,7 +217,7 @@ class QdqNodes:
         attributes: dict[str, Any] = {} if per_tensor else {"axis": axis}
         return graph.add_node("DequantizeLinear", graph.fresh_name(f"{base}.dequantize"), inputs, **attributes)
 
-    def _grouped_transposed(self, layer: Layer, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
+    def _grouped_transposed(self, layer: OnnxLayer, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
         """Store the weight ``[Cin, Cout/g, …]`` of a grouped ConvTranspose, whose scales run along two of its axes.
 
         It is stored as ``[Cout, Cin/g, …]`` and rearranged to its own layout after dequantization.
@@ -233,7 +235,7 @@ class QdqNodes:
         own = graph.add_initializer(f"{name}.own_shape", np.array(integers.shape))
         graph.set_input(layer.node, 1, graph.add_node("Reshape", f"{name}.join", [tensor, own]))
 
-    def _bias(self, layer: Layer, scales: NDArray[np.float32], scale_d: float) -> None:
+    def _bias(self, layer: OnnxLayer, scales: NDArray[np.float32], scale_d: float) -> None:
         """Store the bias as int32 with scale scale_d · scale_w, which onnxruntime's integer kernel requires."""
         try:
             integers = layer.integer_bias(scales, scale_d)
@@ -262,13 +264,13 @@ class QdqNodes:
         return self.graph.add_node("Clip", f"{base}.clip", [tensor, *limits])
 
 
-def _adds_pairs(layer: Layer) -> bool:
+def _adds_pairs(layer: OnnxLayer) -> bool:
     assert layer.weight is not None
     return adds_pairs(layer.weight.shape, layer.groups)
 
 
 def _suited_to_bias(
-    layer: Layer, integers: NDArray[np.int8], scales: NDArray[np.float32], scale_d: float
+    layer: OnnxLayer, integers: NDArray[np.int8], scales: NDArray[np.float32], scale_d: float
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Weights whose scales suit the bias: fine for channels without weights, large enough for int32."""
     assert layer.bias is not None

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from onnx import NodeProto
 
     from amct.export.onnx.graph import OnnxGraph
-    from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer import OnnxLayer
 
 
-def has_integer_kernel(layer: Layer) -> bool:
+def has_integer_kernel(layer: OnnxLayer) -> bool:
     """Whether onnxruntime can compute a layer in integers; otherwise quantizers only make it slower."""
     return layer.kind is not LayerKind.CONV_TRANSPOSE and not layer.kind.is_recurrent
 
@@ -127,7 +127,7 @@ class FastPlacement:
         """Where the parameters of a quantized tensor come from; None if it is not quantized."""
         return self.integer_tensors.get(tensor) or self.quantized_for_readers.get(tensor)
 
-    def uncover(self, tensor: str, layer: Layer) -> None:
+    def uncover(self, tensor: str, layer: OnnxLayer) -> None:
         """Give a layer its own quantizer instead of the shared one of a float ``tensor``."""
         self.covered_layers.discard(layer.name)
         self.readers[tensor] = [node for node in self.readers[tensor] if node is not layer.reader]
@@ -149,7 +149,7 @@ class FastPlanner:
     def __init__(
         self,
         graph: OnnxGraph,
-        layers: Sequence[Layer],
+        layers: Sequence[OnnxLayer],
         inputs: Mapping[str, LayerInput],
         observed: Callable[[str], Source | None],
         left_float: Mapping[str, str],
@@ -198,7 +198,7 @@ class FastPlanner:
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
-    def _place_layer(self, layer: Layer) -> None:
+    def _place_layer(self, layer: OnnxLayer) -> None:
         tensor = layer.reader.input[0]
         own = self._inputs[layer.name]
         if own.is_plain and self._required[tensor].is_like(own.source) and tensor not in self._excluded:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from onnx import NodeProto
 
     from amct.export.onnx.graph import OnnxGraph
-    from amct.export.onnx.layer import Layer
+    from amct.export.onnx.layer import OnnxLayer
     from amct.export.qdq.placement import FastPlacement, LayerInput
     from amct.numerics.qparams import Observed
 
@@ -68,7 +68,7 @@ def _is_mean_of_positions(graph: OnnxGraph, node: NodeProto) -> bool:
     return sorted(axis % _PICTURE for axis in axes) == [2, 3]
 
 
-def merge_pads(graph: OnnxGraph, layers: Sequence[Layer], inputs: Mapping[str, LayerInput]) -> dict[str, str]:
+def merge_pads(graph: OnnxGraph, layers: Sequence[OnnxLayer], inputs: Mapping[str, LayerInput]) -> dict[str, str]:
     """Merge each zero Pad into the convolution that alone reads it, in place.
 
     Returns by name of the convolution the tensor that it read, under which its input was observed. A Pad stays if its
@@ -140,7 +140,7 @@ def keep_sums_apart(graph: OnnxGraph) -> None:
 # -- balance -----------------------------------------------------------------------------------------------------------
 
 
-def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.floating] = np.float32) -> str:
+def insert_balance(graph: OnnxGraph, layer: OnnxLayer, tensor: str, dtype: type[np.floating] = np.float32) -> str:
     """Insert ``<layer>.mul`` behind ``tensor`` if the layer has DMQ factors; returns the tensor to quantize."""
     if layer.qparams.balance is None:
         return tensor
@@ -149,7 +149,7 @@ def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.f
     return graph.add_node("Mul", f"{layer.name}.mul", [tensor, constant])
 
 
-def folded_balance(graph: OnnxGraph, layers: Sequence[Layer], balanced: Collection[str]) -> dict[str, str]:
+def folded_balance(graph: OnnxGraph, layers: Sequence[OnnxLayer], balanced: Collection[str]) -> dict[str, str]:
     """Each of the balanced layers whose input a layer computes that can take its factors, and that layer.
 
     At most a Relu may be between them.
@@ -163,7 +163,7 @@ def folded_balance(graph: OnnxGraph, layers: Sequence[Layer], balanced: Collecti
     }
 
 
-def fold_balance(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Layer]:
+def fold_balance(graph: OnnxGraph, layers: Sequence[OnnxLayer]) -> list[OnnxLayer]:
     """Fold balance factors into the layers that compute the balanced tensors."""
     current = {layer.name: layer for layer in layers}
     balanced = [layer.name for layer in layers if layer.qparams.balance is not None]
@@ -175,7 +175,9 @@ def fold_balance(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Layer]:
     return list(current.values())
 
 
-def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapping[str, Observed]) -> list[Layer]:
+def balance_inputs(
+    layers: Sequence[OnnxLayer], placed: FastPlacement, tensors: Mapping[str, Observed]
+) -> list[OnnxLayer]:
     """Balance the linear layers whose input has factors from calibration; each then gets its own quantizer.
 
     Only inputs computed in float are balanced: an input that is already integer has lost the precision to be gained.
@@ -199,14 +201,14 @@ def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapp
     return balanced
 
 
-def _can_be_balanced(layer: Layer, found: Observed) -> bool:
+def _can_be_balanced(layer: OnnxLayer, found: Observed) -> bool:
     eight_bits = layer.qparams.input.bits == layer.qparams.weight.bits == found.bits == 8
     if layer.qparams.balance is not None or not eight_bits or layer.kind is not LayerKind.LINEAR:
         return False
     return found.balance is not None and found.balance.numel() == layer.channels_in
 
 
-def _sole_source(graph: OnnxGraph, layer: Layer, layers: dict[int, Layer]) -> Layer | None:
+def _sole_source(graph: OnnxGraph, layer: OnnxLayer, layers: dict[int, OnnxLayer]) -> OnnxLayer | None:
     """The layer whose output, possibly through a Relu, is read only by ``layer``; else None."""
     tensor = layer.node.input[0]
     if graph.only_consumer(tensor) is None:
@@ -222,7 +224,7 @@ def _sole_source(graph: OnnxGraph, layer: Layer, layers: dict[int, Layer]) -> La
 _SPATIAL = (LayerKind.CONV, LayerKind.CONV_TRANSPOSE)
 
 
-def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
+def _divided(layer: OnnxLayer, divisor: NDArray[np.float32]) -> OnnxLayer:
     """A layer with divided output channels: the same integers with smaller scales."""
     assert layer.weight is not None
     kind = layer.kind.weight_kind
@@ -234,7 +236,7 @@ def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
     return replace(layer, weight=weight, bias=bias, given=qparams, rescaled=True)
 
 
-def _shape(layer: Layer, axes: int | None) -> list[int]:
+def _shape(layer: OnnxLayer, axes: int | None) -> list[int]:
     """The shape of factors along the input channels: axis 1, or the last axis of linear and recurrent layers.
 
     An input of a linear layer may have this axis only (``axes``); factors of two would give it another.
@@ -247,7 +249,7 @@ def _shape(layer: Layer, axes: int | None) -> list[int]:
     return [1, -1, *[1] * (layer.weight.ndim - 2)]
 
 
-def along_channels(layer: Layer, values: NDArray[np.float32]) -> NDArray[np.float32]:
+def along_channels(layer: OnnxLayer, values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Reshape values per output channel to multiply the layer's output: ``[1, -1, 1, 1]`` or ``[1, -1]``."""
     if layer.weight is None or layer.kind is LayerKind.LINEAR:
         return values.reshape(1, -1)

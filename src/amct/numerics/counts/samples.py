@@ -194,10 +194,6 @@ class Samples:
         assert self.exact
         return [piece[channel] for piece in self._pieces]
 
-    def sorted_values(self, channel: int) -> Floats:
-        """Return all values of a channel in ascending order; requires ``exact``."""
-        return np.sort(np.concatenate(self.batches_of(channel)))
-
     def sorted_nonzero(self, channel: int) -> tuple[Floats, int]:
         """Return the sorted non-zero values and the number of zeros; half the time of sorting all after a ReLU."""
         nonzero, zeros = _nonzero(np.concatenate(self.batches_of(channel)))
