@@ -8,6 +8,7 @@ import pytest
 
 from amct.model.quant_json import FileCheck, verdict_of_files
 from amct.model.verdict import LEVELS, RULE, Verdict, judge
+from amct.numerics.boxes import BoxComparison
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,28 @@ def test_the_verdict_follows_its_rule(metric, outputs, layers, level):
     assert found.reasons
     assert found.title in ("Good", "Acceptable", "Poor", "Broken")
     assert found.title in RULE
+
+
+@pytest.mark.parametrize(
+    ("boxes", "found", "more", "level"),
+    [
+        (100, 95, 0, "good"),
+        (100, 94, 0, "acceptable"),
+        (100, 100, 10, "acceptable"),
+        (100, 89, 0, "poor"),
+        (100, 79, 0, "broken"),
+        (4, 3, 0, "acceptable"),
+        (4, 2, 0, "broken"),
+        (1, 0, 0, "broken"),
+    ],
+)
+def test_a_detector_is_judged_by_its_boxes(boxes, found, more, level):
+    compared = BoxComparison(output="out", boxes=boxes, found=found, more=more, mean_iou=0.9, score_difference=0.01)
+    verdict = judge([], boxes=[compared])
+    assert verdict.level == level
+    assert verdict.reasons == (str(compared),)
+    assert judge([30.0], (0.9, 0.9), boxes=[compared]).level == "good"  # a metric counts alone
+    assert judge([], boxes=[BoxComparison(output="out", boxes=0, found=0, more=0)]) is None
 
 
 def test_nothing_to_judge_by_is_no_verdict():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,12 +45,14 @@ class Request:
         data: The data options.
         report: The HTML report to write; None: no report.
         top1: Whether to measure the top-1 accuracy.
+        boxes: Whether outputs in the form of boxes are compared as boxes also where their number is fixed.
     """
 
     models: list[str]
     data: DataOptions
     report: Path | None = None
     top1: bool = False
+    boxes: bool = False
 
     def run(self) -> dict[str, Any]:
         """Compare the models, write the report if requested, and return the results as plain data.
@@ -66,6 +68,8 @@ class Request:
             atomic.check_writable(self.report.parent)
         self.data.check()
         measured, content = _RUNS[pair.kind](pair, self)
+        if self.boxes:
+            measured, content = _as_boxes(measured, content)
         if self.report is not None:
             from amct.report.page import write_page
 
@@ -111,6 +115,7 @@ class Request:
             "quantized": list(pair.quantized_model),
             "batches": measured.batches,
             "outputs": [comparison_row(each, "output") for each in measured.outputs],
+            "boxes": [{"text": str(each), **asdict(each)} for each in measured.boxes],
             "layers": [comparison_row(each) for each in measured.layers.values()],
         }
         if measured.metric is not None:
@@ -118,6 +123,17 @@ class Request:
         if self.report is not None:
             result["report"] = str(self.report)
         return result
+
+
+def _as_boxes(measured: Measured, content: ReportContent | None) -> _Found:
+    """Outputs in the form of boxes compared as boxes, in the report too."""
+    from amct.report.filling import box_figures
+
+    found = measured.as_boxes()
+    if content is not None and found.boxes != measured.boxes:
+        figures = (*box_figures(found.boxes), *content.figures)
+        content = replace(content, verdict=found.verdict(content.outputs_of), figures=figures)
+    return found, content
 
 
 def top1(output: Any, batch: Batch) -> float:  # noqa: ANN401  an array, or a dict of arrays, of which the first is used
@@ -236,6 +252,9 @@ def compare(
     *,
     data: DataOptions,
     top1: Top1 = False,
+    boxes: Annotated[
+        bool, typer.Option("--boxes", help="A detector: match boxes also where their number is the same in both.")
+    ] = False,
     worst: Annotated[int, typer.Option(help="How many of the most harmed layers are shown.", min=0)] = WORST_SHOWN,
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for other programs, with all layers.")] = False,
@@ -250,10 +269,14 @@ def compare(
 
     Example: amct compare net.onnx out/net_qdq_model.onnx --data test.npz --top1
 
+    Outputs of a detector have no fixed number of boxes: these are matched, and counted as found again if they overlap
+    by half. Known are the rows of Caffe's DetectionOutput and YOLO layers, rows of x1, y1, x2, y2, score, label, and
+    boxes beside scores.
+
     Example: amct compare package.module:factory out/net --data images.npy --report report.html
     """
     with few_lines(), log.screen_only():  # warnings by the rules of every command, whatever ran before in this process
-        result = Request(models=models, data=data, report=report, top1=top1).run()
+        result = Request(models=models, data=data, report=report, top1=top1, boxes=boxes).run()
     if as_json:
         show_json(result)
     else:
@@ -268,7 +291,8 @@ def _as_text(result: dict[str, Any], count: int) -> str:
     header = ("output", "SQNR", "cosine")
     if result["outputs"]:
         lines += ["", *aligned([header, *(_cells(row, "output") for row in result["outputs"])])]
-    else:
+    lines += ["", *(f"{found['output']}  {found['text']}" for found in result["boxes"])] if result["boxes"] else []
+    if not result["outputs"] and not result["boxes"]:
         lines += ["", "no outputs were compared: they have no common shape"]
     worst = most_harmed(result["layers"], count)
     if worst:

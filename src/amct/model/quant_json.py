@@ -67,6 +67,7 @@ from amct.model.kinds import (
     Skip,  # noqa: TC001  pydantic reads the annotations
 )
 from amct.model.verdict import Level, Verdict, worst_of
+from amct.numerics.boxes import BoxComparison  # noqa: TC001  pydantic reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,6 +117,7 @@ class FileCheck:
         output: The compared output; of several, the one with the lowest SQNR.
         cosine: The cosine similarity of this output in the float model and in the file.
         sqnr: Its signal-to-quantization-noise ratio in dB; absent, with a cosine, if both are equal.
+        boxes: For outputs of a detector: which boxes of the float model the file finds again.
         simulation_sqnr: The SQNR of the simulation on the same inputs.
         verdict: The judgement of this output; None for random inputs, which say nothing about accuracy.
         likely_loss: Decibels by which it may be lower than that of the simulation on data like these inputs.
@@ -131,6 +133,7 @@ class FileCheck:
     output: str = ""
     cosine: float | None = None
     sqnr: float | None = None
+    boxes: tuple[BoxComparison, ...] = ()
     simulation_sqnr: float | None = None
     verdict: Level | None = None
     likely_loss: float | None = None
@@ -143,17 +146,19 @@ class FileCheck:
     @property
     def judged(self) -> str:
         """What the verdict rests on."""
-        if self.cosine is None:
-            return self.not_checked
-        return "the outputs are equal" if self.sqnr is None else f"the output's SQNR is {self.sqnr:.1f} dB"
+        found = [str(each) for each in self.boxes]
+        if self.cosine is not None:
+            found.append("the outputs are equal" if self.sqnr is None else f"the output's SQNR is {self.sqnr:.1f} dB")
+        return "; ".join(found) or self.not_checked
 
     def text(self) -> str:
         """The numbers on one line: ``Good  cosine 0.9997  SQNR 34.2 dB  1.6x float``."""
-        if self.cosine is None:
-            parts = [f"not checked: {self.not_checked}"] if self.not_checked else ["runs"]
-        else:
+        parts = [str(each) for each in self.boxes]
+        if self.cosine is not None:
             sqnr = "no error" if self.sqnr is None else f"SQNR {self.sqnr:.1f} dB"
-            parts = [f"cosine {self.cosine:.4f}", sqnr]
+            parts += [f"cosine {self.cosine:.4f}", sqnr]
+        elif not parts:
+            parts = [f"not checked: {self.not_checked}"] if self.not_checked else ["runs"]
         if self.verdict is not None:
             parts.insert(0, self.verdict.capitalize())
         if self.speed is not None:
@@ -195,6 +200,7 @@ class Measurement:
         on: The data.
         layers: The SQNR of each layer in dB; None if it has no error.
         outputs: The same for the outputs.
+        boxes: For outputs of a detector: which boxes of the float model are found again.
         metric: The metric, if one was given.
     """
 
@@ -203,6 +209,7 @@ class Measurement:
     on: str
     layers: Mapping[str, float | None]
     outputs: Mapping[str, float | None] = field(default_factory=dict)
+    boxes: tuple[BoxComparison, ...] = ()
     metric: MetricValues | None = None
 
 

@@ -1,6 +1,7 @@
 """Judges a quantized model by one rule, wherever a judgement is shown: Good, Acceptable, Poor or Broken.
 
-A judgement rests on a metric where there is one, otherwise on the signal-to-quantization-noise ratio of the outputs.
+A judgement rests on a metric where there is one, otherwise on the signal-to-quantization-noise ratio of the outputs,
+and of a detector on the boxes that are found again.
 ``RULE`` is the rule in words; the report shows it beside its verdict.
 """
 
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from amct.numerics.boxes import BoxComparison
+
 Level = Literal["good", "acceptable", "poor", "broken"]
 LEVELS: tuple[Level, ...] = ("good", "acceptable", "poor", "broken")
 """From the best to the worst."""
@@ -21,6 +24,8 @@ LARGEST_LOSS = (0.01, 0.025, 0.05)
 """Of the metric, as share of its value in the float model: of good, acceptable and poor."""
 LEAST_SQNR = (20.0, 15.0, 10.0)
 """Of an output in dB: of good, acceptable and poor. 20 dB: the error has a tenth of the signal's amplitude."""
+LEAST_SHARE = (0.95, 0.9, 0.8)
+"""Of the boxes of both models together, those that both find: of good, acceptable and poor."""
 NOISY_LAYER = 10.0
 NOT_JUDGED = "not judged: no output could be compared"
 _NAMES_SHOWN = 3
@@ -29,7 +34,9 @@ RULE = (
     f"Good: the metric falls by at most {LARGEST_LOSS[0]:.0%} of its value (without a metric: every output has an SQNR "
     f"of at least {LEAST_SQNR[0]:.0f} dB), and no measured layer is below {NOISY_LAYER:.0f} dB. Acceptable: by at most "
     f"{LARGEST_LOSS[1]:.1%} (at least {LEAST_SQNR[1]:.0f} dB). Poor: by at most {LARGEST_LOSS[2]:.0%} (at least "
-    f"{LEAST_SQNR[2]:.0f} dB). Broken: by more, or an output is not a number. A higher metric is taken as better."
+    f"{LEAST_SQNR[2]:.0f} dB). Broken: by more, or an output is not a number. A higher metric is taken as better. Of a "
+    f"detector both models together find boxes, and both have {LEAST_SHARE[0]:.0%} ({LEAST_SHARE[1]:.0%}, "
+    f"{LEAST_SHARE[2]:.0%}) of them; one lost box alone is acceptable."
 )
 
 
@@ -71,6 +78,7 @@ def judge(
     outputs: Sequence[float],
     metric: tuple[float, float] | None = None,
     layers: Iterable[tuple[str, float | None]] = (),
+    boxes: Iterable[BoxComparison] = (),
 ) -> Verdict | None:
     """Judge a quantized model by ``RULE``; None if nothing was measured that it can be judged by.
 
@@ -78,8 +86,11 @@ def judge(
         outputs: The SQNR of each output in dB; infinite for one without error.
         metric: Of the float and of the quantized model.
         layers: The SQNR of each quantized layer.
+        boxes: What became of the boxes of a detector.
     """
     found = [] if metric is None else [_by_metric(*metric)]
+    if metric is None:
+        found += [_by_boxes(each) for each in boxes if each.boxes + each.more]
     if any(math.isnan(sqnr) for sqnr in outputs):
         found.append(Verdict(level="broken", reasons=("an output is not a number",)))
     elif metric is None and outputs:
@@ -104,6 +115,13 @@ def _by_metric(before: float, after: float) -> Verdict:
     return Verdict(
         level=level, reasons=(f"the metric loses {loss:.2%} of its value" if loss > 0 else "the metric loses nothing",)
     )
+
+
+def _by_boxes(found: BoxComparison) -> Verdict:
+    level = LEVELS[sum(found.share < limit for limit in LEAST_SHARE)]
+    if found.boxes - found.found + found.more == 1 and found.found:
+        level = min(level, "acceptable", key=LEVELS.index)
+    return Verdict(level=level, reasons=(str(found),))
 
 
 def _by_sqnr(sqnr: float) -> Verdict:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -26,7 +27,7 @@ from amct.export.onnx.runtime import Runner, as_tensor, open_session
 from amct.report.measuring import Measuring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -95,9 +96,28 @@ def measure(
             expected, got = run_reference(arguments), run_quantized(arguments)
             if written is not None:
                 got = written(arguments)
-            measuring.add(pairs.outputs(expected, got))
+            measuring.detections.take(_arrays(expected), _arrays(got))
+            measuring.add(pairs.outputs(expected, got, measuring.detections.names))
             measuring.score(expected.value, got.value, batch, sample_count(batch, arguments))
     return measuring.result()
+
+
+def _by_name(output: ModelOutput) -> dict[str, Tensor]:
+    """The outputs by name; of several with one name the further ones are numbered."""
+    found: dict[str, Tensor] = {}
+    seen: Counter[str] = Counter()
+    for name, tensor in output.tensors:
+        found[f"{name} {seen[name] + 1}" if seen[name] else name] = tensor
+        seen[name] += 1
+    return found
+
+
+def _arrays(output: ModelOutput) -> dict[str, NDArray[Any]]:
+    tensors = {name: tensor.detach().cpu() for name, tensor in _by_name(output).items()}
+    return {
+        name: np.asarray(tensor.float() if tensor.dtype.is_floating_point else tensor)
+        for name, tensor in tensors.items()
+    }
 
 
 class _Pairs:
@@ -120,14 +140,14 @@ class _Pairs:
                 list(got.shape),
             )
 
-    def outputs(self, expected: ModelOutput, got: ModelOutput) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """The outputs that both models have, with their name."""
-        others: dict[str, list[Tensor]] = {}
-        for name, tensor in got.tensors:
-            others.setdefault(name, []).append(tensor)
-        for name, tensor in expected.tensors:
-            if others.get(name):
-                for pair in self.of(name, f'output "{name}"', tensor, others[name].pop(0)):
+    def outputs(
+        self, expected: ModelOutput, got: ModelOutput, without: Collection[str]
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The outputs that both models have, with their name, but for some."""
+        others = _by_name(got)
+        for (name, _), (key, tensor) in zip(expected.tensors, _by_name(expected).items(), strict=True):
+            if key in others and key not in without:
+                for pair in self.of(name, f'output "{name}"', tensor, others[key]):
                     yield name, *pair
 
 

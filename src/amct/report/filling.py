@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from amct.model import Skip
     from amct.model.quant_json import FileCheck
+    from amct.numerics.boxes import BoxComparison
     from amct.report.measuring import Measured
     from amct.report.network import Network
 
@@ -205,9 +206,20 @@ def _figures(measured: Measured, weight_bytes: tuple[float, float]) -> Iterator[
         cosine, sqnr = f"{output.cosine:.5f}", f"{output.sqnr:.1f} dB"
         yield Figure(label="cosine of both outputs" if alone else f"cosine of {output.layer}", after=cosine)
         yield Figure(label="SQNR of the output" if alone else f"SQNR of {output.layer}", after=sqnr)
+    yield from box_figures(measured.boxes)
     before, after = weight_bytes
     if before:
         yield Figure(label="weights of the quantized layers", before=_size(before), after=_size(after))
+
+
+def box_figures(boxes: Iterable[BoxComparison]) -> Iterator[Figure]:
+    """Yield what became of the boxes of a detector."""
+    for found in boxes:
+        more = f", and {found.more} more" if found.more else ""
+        yield Figure(label=f"boxes found again in {found.output}", after=f"{found.found} of {found.boxes}{more}")
+        if found.found:
+            yield Figure(label="mean IoU of these boxes", after=f"{found.mean_iou:.3f}")
+            yield Figure(label="their scores differ by", after=f"{found.score_difference:.3f}")
 
 
 def metric_figure(name: str, before: float, after: float) -> Figure:

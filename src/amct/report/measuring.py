@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
 from amct.model.quant_json import Measurement, MetricValues
 from amct.model.verdict import judge
+from amct.numerics.boxes import BoxMatching
 from amct.numerics.similarity import Comparison
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.model.verdict import Verdict
+    from amct.numerics.boxes import BoxComparison
     from amct.numerics.similarity import LayerComparison
     from amct.report.activations import InputStatistics
     from amct.report.content import ActivationContent, ReportContent
@@ -38,6 +40,8 @@ class Measured:
         layers: The comparison of each layer's output.
         inputs: The statistics of each observed input.
         outputs: The comparison of the model's outputs.
+        boxes: That of the boxes in the outputs of a detector.
+        possible_boxes: That of every output that has the form of boxes, and the outputs that it stands for.
         metric: The metric of the float and of the quantized model.
         metric_name: The name of the metric in the report.
         batches: The number of batches.
@@ -46,6 +50,8 @@ class Measured:
     layers: Mapping[str, LayerComparison] = field(default_factory=dict)
     inputs: Mapping[str, ActivationContent | None] = field(default_factory=dict)
     outputs: tuple[LayerComparison, ...] = ()
+    boxes: tuple[BoxComparison, ...] = ()
+    possible_boxes: Mapping[BoxComparison, frozenset[str]] = field(default_factory=dict)
     metric: tuple[float, float] | None = None
     metric_name: str = ""
     batches: int = 0
@@ -53,8 +59,23 @@ class Measured:
     def verdict(self, of: str) -> Verdict | None:
         """The judgement of what was measured; ``of`` is what the outputs were measured of."""
         layers = ((name, compared.sqnr) for name, compared in self.layers.items())
-        found = judge([output.sqnr for output in self.outputs], self.metric, layers)
+        found = judge([output.sqnr for output in self.outputs], self.metric, layers, self.boxes)
         return None if found is None else replace(found, of=of)
+
+    def as_boxes(self) -> Measured:
+        """The same with boxes in place of the outputs that have the form of boxes, also where their number is fixed.
+
+        Raises:
+            ArgumentError: No output has this form.
+        """
+        if not self.possible_boxes:
+            raise ArgumentError(
+                "no output holds boxes; known are rows of image, label, score, x1, y1, x2, y2 (DetectionOutput), rows "
+                "of x1, y1, x2, y2, score, label (YOLO), and an output of boxes beside one of their scores"
+            )
+        gone = frozenset[str]().union(*self.possible_boxes.values())
+        outputs = tuple(each for each in self.outputs if each.layer not in gone)
+        return replace(self, boxes=tuple(self.possible_boxes), outputs=outputs)
 
     def as_measurement(self, of: str) -> Measurement:
         """The numbers that quant.json keeps; ``of`` is what the layers were measured of."""
@@ -66,6 +87,7 @@ class Measured:
             on=f"{self.batches} batches",
             layers={name: _finite(compared.sqnr) for name, compared in self.layers.items()},
             outputs={compared.layer: _finite(compared.sqnr) for compared in self.outputs},
+            boxes=self.boxes,
             metric=metric,
         )
 
@@ -89,10 +111,12 @@ class Measuring:
     Attributes:
         layers: The comparison of the layers' outputs, updated by the caller.
         inputs: The statistics of the inputs, updated by the caller.
+        detections: The boxes of the outputs, updated by the caller.
     """
 
     def __init__(self, inputs: Mapping[str, InputStatistics], metric: Metric | None = None) -> None:
         self.layers = Comparison()
+        self.detections = BoxMatching()
         self.inputs = inputs
         self._outputs = Comparison()
         self._metric = metric
@@ -145,7 +169,9 @@ class Measuring:
         return Measured(
             layers={found.layer: found for found in self.layers.layers()},
             inputs={name: statistics.result() for name, statistics in self.inputs.items()},
-            outputs=tuple(self._outputs.layers()),
+            outputs=tuple(each for each in self._outputs.layers() if each.layer not in self.detections.names),
+            boxes=self.detections.comparisons(),
+            possible_boxes=self.detections.possible(),
             metric=(self._sums[0] / self._samples, self._sums[1] / self._samples) if scored else None,
             metric_name=_name_of(self._metric),
             batches=self._batches,

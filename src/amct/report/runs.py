@@ -178,6 +178,11 @@ def _summary(documents: Sequence[QuantJson]) -> list[Row]:
         known = [output in each.measured.outputs if each.measured else False for each in documents]
         values = [value if is_known else None for value, is_known in zip(found, known, strict=True)]
         rows.append(Row(name=f"SQNR of {output}", cells=_sqnr_cells(values)))
+    detectors = list(dict.fromkeys(box.output for each in documents if each.measured for box in each.measured.boxes))
+    rows += [
+        Row(name=f"boxes of {output}", cells=tuple(Cell(text=_boxes(each, output)) for each in documents))
+        for output in detectors
+    ]
     rows.append(Row(name="measured of", cells=tuple(Cell(text=_measured(document)) for document in documents)))
     forms = dict.fromkeys(entry.format for each in documents for entry in each.files.values() if entry.check)
     rows += [
@@ -190,6 +195,11 @@ def _summary(documents: Sequence[QuantJson]) -> list[Row]:
 
 def _output(document: QuantJson, name: str) -> float | None:
     return document.measured.outputs.get(name) if document.measured else None
+
+
+def _boxes(document: QuantJson, output: str) -> str:
+    found = document.measured.boxes if document.measured else ()
+    return next((str(each) for each in found if each.output == output), "–")
 
 
 def _measured(document: QuantJson) -> str:

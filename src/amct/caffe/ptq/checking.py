@@ -28,6 +28,7 @@ from amct.export.check.losses import (
     say_worse,
 )
 from amct.memory import give_back_freed
+from amct.numerics.boxes import rows_of
 from amct.pipeline.compare import first_outputs, measure
 
 if TYPE_CHECKING:
@@ -147,28 +148,36 @@ class PairCheck:
             outputs = self._run(files, simulation)
         except AmctError as error:
             raise UnusableFileError(file.target, self._reference.origin, error) from error
-        expected, simulated = (dict(each or ()) for each in (self._reference.expected, self.simulated().simulated))
-        batch = ComparedBatch(inputs=self._reference.inputs, expected=expected, simulated=simulated)
-        result = compared(file.target, self._reference.origin, [batch], [outputs])
+        batches = [
+            ComparedBatch(inputs=each.inputs, expected=dict(each.expected or ()), simulated=dict(each.simulated or ()))
+            for each in self.simulated().batches[: len(outputs)]
+        ]
+        origin = self._reference.origin if len(outputs) == 1 else f"{len(outputs)} calibration batches"
+        result = compared(file.target, origin, batches, outputs)
         if is_worse(result):
             result = replace(result, differs_at=self._first_layer(files))
             say_worse(file.target, result)
         say_checked(file.target, result)
         return result
 
-    def _run(self, files: QuantizedFiles, simulation: bytes | None) -> dict[str, NDArray[np.float32]]:
-        """The outputs of a pair on the first batch; those of the simulation are known then, if it is the same net."""
+    def _run(self, files: QuantizedFiles, simulation: bytes | None) -> list[dict[str, NDArray[np.float32]]]:
+        """The outputs of a pair on the first batch, those of a detector, which may find few boxes there, on all.
+
+        Those of the simulation are known then, if it is the same net.
+        """
         net, inputs = files.build(()), self._reference.inputs
         outputs = run_net(net, inputs)
+        further = [each.inputs for each in self._reference.further if each.expected is not None]
+        every = [outputs, *(run_net(net, batch) for batch in (further if rows_of(outputs) else ()))]
 
         def run(batch: Mapping[str, NDArray[Any]]) -> Outputs:
             return list((outputs if batch is inputs else run_net(net, batch)).items())
 
         if simulation is None or self._reference.simulated is not None:
-            return outputs
+            return every
         if simulation == _digest(files.net, ((each.name, [b.tensor for b in each.blobs]) for each in net.layers)):
             self._reference = _with_simulation(self._reference, run)
-        return outputs
+        return every[: len(self.simulated().batches)]
 
     def _first_layer(self, files: QuantizedFiles) -> str:
         """The first layer whose output is worse in the files than in the simulation; "" if none is."""

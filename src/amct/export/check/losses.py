@@ -36,6 +36,7 @@ from amct.errors import ExportError
 from amct.export.check.batch import RANDOM
 from amct.model.quant_json import FileCheck
 from amct.model.verdict import judge
+from amct.numerics.boxes import LEAST_SCORE, BoxMatching
 from amct.numerics.similarity import Comparison
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from amct.numerics.boxes import BoxComparison
 
     OutputsByName = Mapping[str, NDArray[Any]]
 
@@ -169,8 +172,9 @@ def output_similarity(expected: OutputsByName, got: OutputsByName) -> tuple[Simi
 
 def similarity_over(batches: Iterable[tuple[OutputsByName, OutputsByName]]) -> tuple[Similarity | None, dict[str, str]]:
     """As ``output_similarity``, over several batches."""
-    comparison, reasons = Comparison(), dict[str, str]()
+    comparison, reasons, detections = Comparison(), dict[str, str](), BoxMatching()
     for expected, got in batches:
+        detections.take(expected, got)
         for name, reference in expected.items():
             other = got.get(name)
             if reference.dtype.kind != "f":
@@ -182,9 +186,21 @@ def similarity_over(batches: Iterable[tuple[OutputsByName, OutputsByName]]) -> t
             else:
                 comparison.add(name, _tensor(reference), _tensor(other))
     found = [
-        Similarity(output=each.layer, cosine=each.cosine, sqnr=each.sqnr) for each in comparison.layers() if each.values
+        Similarity(output=each.layer, cosine=each.cosine, sqnr=each.sqnr)
+        for each in comparison.layers()
+        if each.values and each.layer not in detections.names
     ]
+    for name in detections.names:
+        reasons.pop(name, None)
     return min(found, key=lambda each: -math.inf if math.isnan(each.sqnr) else each.sqnr, default=None), reasons
+
+
+def matched_boxes(batches: Iterable[tuple[OutputsByName, OutputsByName]]) -> tuple[BoxComparison, ...]:
+    """What the second of two models makes of the boxes that the first one finds, over several batches."""
+    detections = BoxMatching()
+    for expected, got in batches:
+        detections.take(expected, got)
+    return detections.comparisons()
 
 
 def likely_loss(
@@ -307,7 +323,7 @@ def compared(
     expected, simulated = [each.expected for each in batches], [each.simulated for each in batches]
     found = similarity_over(zip(expected, outputs, strict=True))
     near = similarity_over(zip(expected, simulated, strict=True))[0]
-    result = outcome(target, origin, found, near)
+    result = outcome(target, origin, found, near, matched_boxes(zip(expected, outputs, strict=True)))
     if result.sqnr is None or result.simulation_sqnr is None:
         return result
     return replace(result, likely_loss=likely_loss(expected, simulated, outputs, result.output))
@@ -318,25 +334,29 @@ def outcome(
     origin: str,
     found: tuple[Similarity | None, Mapping[str, str]],
     simulated: Similarity | None,
+    boxes: tuple[BoxComparison, ...] = (),
 ) -> FileCheck:
     """The result of a comparison, whose outputs that were not compared have a reason."""
     similarity, reasons = found
+    nothing = f"no box has a score of {LEAST_SCORE} or more"
+    empty = {each.output: nothing for each in boxes if not each.boxes + each.more}
+    reasons = {**reasons, **empty}
+    boxes = tuple(each for each in boxes if each.output not in empty)
     missing = "; ".join(f'output "{name}": {reason}' for name, reason in reasons.items())
     if similarity is not None and math.isnan(similarity.sqnr):
         missing = f'output "{similarity.output}" has values that are not finite'
         logger.warning("%s: %s", target.name, missing)
         return FileCheck(batch=origin, not_checked=missing, verdict=None if origin == RANDOM else "broken")
+    judged = None if origin == RANDOM else judge([] if similarity is None else [similarity.sqnr], boxes=boxes)
+    result = FileCheck(batch=origin, boxes=boxes, verdict=None if judged is None else judged.level, not_checked=missing)
     if similarity is None:
-        return FileCheck(batch=origin, not_checked=missing)
-    judged = None if origin == RANDOM else judge([similarity.sqnr])
-    return FileCheck(
-        batch=origin,
+        return result
+    return replace(
+        result,
         output=similarity.output,
         cosine=similarity.cosine,
         sqnr=_finite(similarity.sqnr),
         simulation_sqnr=None if simulated is None else _finite(simulated.sqnr),
-        verdict=None if judged is None else judged.level,
-        not_checked=missing,
     )
 
 
