@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, modules: Mapping[str, str], missing: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
         package: Its ``__name__``.
         modules: The module that defines each public name.
+        missing: What to use in place of names that scripts may know from elsewhere and the package does not have.
     """
 
     def getattribute(name: str) -> object:
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            instead = f"; instead: {missing[name]}" if name in missing else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{instead}")
         value: object = getattr(importlib.import_module(modules[name]), name)
         setattr(sys.modules[package], name, value)  # the next use finds it without this function
         return value

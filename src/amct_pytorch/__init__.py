@@ -92,4 +92,16 @@ __getattr__, __dir__ = lazy_names(
         "save_prune_retrain_model": "amct.pytorch.pruning.amct_api",
         "save_quant_retrain_model": "amct.pytorch.qat.amct_api",
     },
+    missing={
+        **dict.fromkeys(
+            ("accuracy_based_auto_calibration", "ModelEvaluator"),
+            "`amct sensitivity` ranks the layers, `amct.pytorch.quantize` takes which stay float",
+        ),
+        "auto_channel_prune_search": "`amct.pytorch.prune` with `flops` and `batches`",
+        "tensor_decompose": "nothing; `amct.pytorch.prune` makes a network smaller",
+        **dict.fromkeys(
+            ("create_distill_config", "create_distill_model", "distill", "save_distill_model"),
+            "`amct.pytorch.prepare_qat` with `teacher`",
+        ),
+    },
 )

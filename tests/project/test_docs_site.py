@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "report")]
 from docs_pages import PUBLIC, public_names  # noqa: E402
+from headless_chromium import Chromium  # noqa: E402
 
 
 class Page(HTMLParser):
@@ -102,3 +107,41 @@ def test_the_search_finds_english_and_chinese_pages(site):
         "README.zh-CN/",
         "next-converter.zh-CN/",
     } <= places
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def search(site, tmp_path):
+    """Searches the built site in a browser, which needs a server for it; returns the pages found, the best first."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    browser = Chromium(tmp_path)
+    links = "Array.from(document.querySelectorAll('.md-search-result__link'), link => new URL(link.href).pathname)"
+
+    def find(words):
+        browser.send("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/?q={quote(words)}")
+        deadline = time.monotonic() + 30
+        while not (found := browser.run(links)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return [path.strip("/") for path in found]
+
+    yield find
+    browser.close()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.browser
+def test_words_are_found_in_both_languages(search, site):
+    """Chinese has no spaces between words: what is searched for stands in the middle of a sentence."""
+    texts = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    for words in ("quantize_model", "percentile", "量化", "转换工具", "量化因子", "精度"):
+        found = search(words)
+        whole = {entry["location"].partition("#")[0].strip("/") for entry in texts if words in entry["text"].lower()}
+        assert whole, words
+        assert whole & set(found), (words, found[:5], whole)
+        assert words.isascii() or "zh-CN" in found[0], (words, found[:5])
