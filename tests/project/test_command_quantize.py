@@ -27,6 +27,8 @@ from torch import nn
 def build():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval()
+def build_two():
+    return nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Flatten(), nn.Linear(144, 2)).eval()
 """
 
 
@@ -52,6 +54,16 @@ def test_quantize_a_caffe_pair(folder, capsys):
     assert [row["layer"] for row in result["layers"]]
     assert (folder / "out/net_deploy_weights.caffemodel").stat().st_size > 0
     assert all((folder / name).exists() for name in result["files"])
+
+
+def test_quantize_a_part_of_a_model_by_name(folder, capsys):
+    arguments = ["--data", "data.npy", "--batch-size", "2", "-o", "out/net", "--json", "--part", "0"]
+    assert main(["quantize", "my_nets_of_quantize_test:build_two", *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["quantized"] == ["0"]
+    session = onnxruntime.InferenceSession(folder / "out/net_qdq_model.onnx")
+    assert session.get_outputs()[0].shape[1:] == [4, 6, 6]
+    assert main(["quantize", "net.prototxt", "net.caffemodel", *arguments]) == 2
+    assert "--part is for PyTorch models" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", [["net.prototxt", "net.caffemodel"], ["my_nets_of_quantize_test:build"]])

@@ -6,6 +6,7 @@ import torch
 from pytorch_nets import Attention, Conv1d3d, Keywords, OneDict
 from torch import nn
 
+import amct.pytorch
 from amct.errors import ExportError, ModelError
 from amct.pytorch.inputs import IoNames, IoOptions, example_inputs
 
@@ -157,3 +158,32 @@ def test_an_axis_that_the_example_lacks():
 def test_malformed_names_and_axes(given, message):
     with pytest.raises(ExportError, match=message):
         checked(**given)
+
+
+class AnySize(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3)
+
+    def forward(self, picture):
+        return self.conv(picture)
+
+
+def _sizes_told(caplog, data, **options):
+    caplog.clear()
+    amct.pytorch.quantize(AnySize(), data, **options)
+    told = [record.getMessage() for record in caplog.records]
+    found = [text for text in told if "will take the sizes of the first batch only" in text]
+    before = [text[:10] for text in told].index("calibrated")
+    return found, [told.index(text) < before for text in found]
+
+
+def test_sizes_that_vary_are_told_before_calibration_with_what_frees_them(caplog):
+    data = [torch.rand(2, 3, 8, size) for size in (8, 8, 10)]
+    (told,), (before,) = _sizes_told(caplog, data)
+    assert before
+    assert 'axis 3 of "picture" is 8 in the first batch and 10 in another' in told
+    assert "IoOptions(dynamic_axes={'picture': [3]})" in told
+    assert _sizes_told(caplog, data, io=amct.pytorch.IoOptions(dynamic_axes={"picture": [3]})) == ([], [])
+    assert len(_sizes_told(caplog, (each for each in data))[0]) == 1
+    assert _sizes_told(caplog, data[:2]) == ([], [])

@@ -225,6 +225,8 @@ class CaffePreparation:
         """Convert data to batches of the net."""
         return caffe_batches(data, inputs)
 
+    simulation_batches = batches
+
     def sample_count(self, batch: object, arguments: Batch) -> int:
         """The size of the first dimension of the first input."""
         del batch

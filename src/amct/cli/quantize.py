@@ -59,6 +59,12 @@ def quantize(  # noqa: PLR0913  the options of a command
         str | None, typer.Option(help='Which files, such as "qdq,record"; all that the model can have unless given.')
     ] = None,
     own: OwnLayers,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            help='Of a Python reference: quantize and write only this module of the model, such as "backbone".'
+        ),
+    ] = None,
     placement: Annotated[
         str,
         typer.Option(
@@ -89,6 +95,8 @@ def quantize(  # noqa: PLR0913  the options of a command
         own.refuse_unless_caffe(weights is not None)
         if equalize and weights is None:
             raise ArgumentError("--equalize is for Caffe models, a prototxt with a caffemodel; leave it out")
+        if part is not None and (weights is not None or model.endswith(ONNX_ENDING)):
+            raise ArgumentError("--part is for PyTorch models, a Python reference to a factory; leave it out")
         _check_model(model, weights)
         if config is not None:
             check_file(str(config))
@@ -97,7 +105,7 @@ def quantize(  # noqa: PLR0913  the options of a command
         data.check()
         state = files.calibration(resume=resume)
         with processes() as prints:
-            quantized, batches = _quantized(model, weights, data, config, files, state, equalize=equalize)
+            quantized, batches = _quantized(model, weights, data, config, files, state, equalize=equalize, part=part)
             ranks = _ranks()
         if prints:
             result = _result(quantized, batches, files)
@@ -214,7 +222,7 @@ class _Files:
         return files
 
 
-def _quantized(
+def _quantized(  # noqa: PLR0913  the options of the command that change what is quantized
     model: str,
     weights: Path | None,
     data: DataOptions,
@@ -223,6 +231,7 @@ def _quantized(
     state: CalibrationFile | None = None,
     *,
     equalize: bool = False,
+    part: str | None = None,
 ) -> tuple[QuantizedModel, FirstBatches]:
     """Quantize a model; return it with its calibration batches."""
     from amct.pipeline.batches import FirstBatches
@@ -253,7 +262,7 @@ def _quantized(
     from amct.cli.model_layers import load_reference
 
     batches = FirstBatches(DataBatches.converted(data.fitting(None).stored(), torch.from_numpy))
-    return amct.pytorch.quantize(load_reference(model), batches, config=config, resume=state), batches
+    return amct.pytorch.quantize(load_reference(model), batches, config=config, resume=state, part=part), batches
 
 
 def _ranks() -> Ranks:

@@ -62,6 +62,12 @@ class Batches:
         self._read: list[Any] = []
         self._ahead: weakref.WeakSet[AheadIterator[Any]] = weakref.WeakSet()
 
+    def then(self, step: Callable[[Any], Any]) -> Batches:
+        """The same data, with a further step behind the conversion to arguments."""
+        before = self._convert
+        self._convert = lambda batch: step(before(batch))
+        return self
+
     @property
     def length(self) -> int | None:
         """The number of batches, where it is known before they are read."""

@@ -170,6 +170,9 @@ class PreparedModel(Protocol):
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Data as batches of the model."""
 
+    def simulation_batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+        """Data as batches of the simulation, which may hold the model as a part."""
+
     def sample_count(self, batch: Any, arguments: Any) -> int:  # noqa: ANN401  the user's and the door's own kinds
         """The number of samples in one batch."""
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from amct.export.qdq.exporter import TensorPlan
     from amct.export.request import SaveRequest
     from amct.numerics.qparams import LayerQParams, Observed, QParams
+    from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.weights import QuantizedWeights
     from amct.report.content import LayerNote
     from amct.report.network import Network
@@ -141,6 +142,14 @@ class Preparation(ABC):
             if layer.skip_fusion and layer.name in entries:
                 entries[layer.name] = replace(entries[layer.name], skip_fusion=True)
         return Record({name: each.for_retraining() for name, each in entries.items()} if self.is_trained else entries)
+
+    @abstractmethod
+    def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+        """Data as batches of the model."""
+
+    def simulation_batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+        """Data as batches of the simulation, which may hold the model as a part."""
+        return self.batches(data, inputs)
 
     @abstractmethod
     def bias(self, layer: str) -> Tensor | None:

@@ -92,8 +92,8 @@ class QuantizedModel:
     def model(self) -> Any:  # noqa: ANN401  the door's kind of model
         """The quantized model simulated in its own framework.
 
-        PyTorch: an ordinary ``nn.Module`` in eval mode. ONNX: a ``ModelProto`` of standard operators. Caffe: a net of
-        our engine.
+        PyTorch: an ordinary ``nn.Module`` in eval mode; with ``part`` the whole model, in which this part is quantized.
+        ONNX: a ``ModelProto`` of standard operators. Caffe: a net of our engine.
         """
         return self.prepared.simulation(self.qparams)
 
@@ -116,7 +116,7 @@ class QuantizedModel:
         Returns:
             PyTorch: what the module returns. ONNX and Caffe: the outputs by name.
         """
-        arguments = self.prepared.batches([batch], inputs).first()
+        arguments = self.prepared.simulation_batches([batch], inputs).first()
         return self._run_deploy(arguments) if deploy else self._run(arguments)
 
     @property

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from amct.calibration import ALONE
 from amct.calibration.ranks import fingerprint
@@ -23,10 +26,13 @@ from amct.pytorch.folding import fuse
 from amct.pytorch.inputs import IoOptions, example_inputs, torch_batches
 from amct.pytorch.layer_hooks import TorchRun
 from amct.pytorch.onnx.float_onnx import float_onnx
+from amct.pytorch.part import Part, offered_parts
 from amct.pytorch.preparation import TorchPreparation, prepare
 from amct.pytorch.user_model import copy_model, refuse_operators, unwrap
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     from numpy.typing import NDArray
     from onnx import ModelProto
@@ -42,7 +48,13 @@ if TYPE_CHECKING:
     from amct.pytorch.preparation import AdaRoundMode
 
 
-def quantize(
+logger = logging.getLogger(__name__)
+
+_MOST_LOOKED_AT = 16
+"""How many batches of a list are looked at before calibration for sizes that vary."""
+
+
+def quantize(  # noqa: PLR0913  most of them are optional
     model: nn.Module,
     calibration_data: object,
     config: AnyConfig = None,
@@ -51,6 +63,7 @@ def quantize(
     io: IoOptions | None = None,
     adaround: AdaRoundMode = "plain",
     resume: AnyResume = None,
+    part: str | None = None,
 ) -> QuantizedModel:
     """Quantize a model with calibration data: fold batch norms, quantize weights, find the ranges of activations.
 
@@ -66,6 +79,9 @@ def quantize(
         adaround: "plain" learns by forwards as AMCT does, "fast" from the Gram matrix of each layer's input.
         resume: a file such as ``out/net.calibration.npz``: what was observed is kept there at most every 30 s, and a
             calibration that was killed goes on from it; it is removed at the end.
+        part: the name of a module, such as "backbone", for models that cannot be exported as a whole, such as
+            detectors: only this part is quantized, on what it is given while the whole model runs on the data, and the
+            files are those of the part. ``QuantizedModel.model`` is the whole model with the quantized part in it.
 
     Raises:
         AmctError: the subclass tells whether config, model, data or files are invalid.
@@ -74,17 +90,22 @@ def quantize(
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if adaround not in ("plain", "fast"):
         raise ArgumentError(f'adaround: expected "plain" or "fast", got {adaround!r}')
-    return flow.quantize(TorchDoor(model, io or IoOptions(), adaround), calibration_data, config, inputs, resume)
+    chosen = None if part is None else Part(model, part)
+    door = TorchDoor(model, io or IoOptions(), adaround, chosen)
+    return flow.quantize(door, calibration_data, config, inputs, resume)
 
 
 class TorchDoor:
     """Reads a torch model for quantization."""
 
-    def __init__(self, model: nn.Module, io: IoOptions, adaround: AdaRoundMode) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, io: IoOptions, adaround: AdaRoundMode, part: Part | None = None) -> None:
+        self._model = model if part is None else part.module
+        self._part = part
         self._io = io
         self._adaround = adaround
         self._traced: Traced | None = None
+        self._ready: Iterator[Arguments] = iter(())
+        self._told_of_sizes = False
 
     @property
     def weight_bytes(self) -> int:
@@ -97,13 +118,45 @@ class TorchDoor:
         """Convert calibration data to arguments of the model."""
         model = unwrap(self._model)
         refuse_operators(model)
-        return torch_batches(model, data, inputs)
+        found = torch_batches(model, data, inputs) if self._part is None else self._part.batches(data, inputs)
+        self._ready = found.limited(_MOST_LOOKED_AT) if isinstance(data, (list, tuple)) else iter(())
+        return found.then(self._with_sizes_looked_at)
 
     def plan(self, config: AnyConfig, example: Arguments, batches: int | None) -> tuple[Plan, bool]:
         """Capture the model on the first batch and return the plan of a config in the PyTorch dialect."""
         args, kwargs = example
         self._traced = cached_trace(self._model, (*args, kwargs), io=self._io, all_layers=True, stored_weights=True)
+        if self._traced.program is None:
+            _offer_parts(self._traced.model)
+        else:
+            for further in self._ready:
+                self._with_sizes_looked_at(further)
         return plan_of(config, self._traced.config_layers(), batches)
+
+    def _with_sizes_looked_at(self, arguments: Arguments) -> Arguments:
+        """The arguments; if their sizes are not those of the files, the log says so once."""
+        traced = self._traced
+        given = [tensor for tensor in pytree.tree_leaves(arguments) if isinstance(tensor, torch.Tensor)]
+        if traced is None or traced.program is None or self._told_of_sizes or len(given) != len(traced.names.inputs):
+            return arguments
+        fixed: dict[str, list[int]] = {}
+        sizes = []
+        for name, tensor, example in zip(traced.names.inputs, given, traced.inputs.tensors(), strict=True):
+            for axis, (size, first) in enumerate(zip(tensor.shape, example.shape, strict=False)):
+                if size != first and axis not in traced.names.axes.get(name, {}):
+                    fixed.setdefault(name, []).append(axis)
+                    sizes.append(f'axis {axis} of "{name}" is {first} in the first batch and {size} in another')
+        if fixed:
+            self._told_of_sizes = True
+            is_batch = all(axes == [0] for axes in fixed.values())
+            logger.log(
+                logging.INFO if is_batch else logging.WARNING,
+                "%s: the files will take the sizes of the first batch only; to let them vary, quantize with "
+                "io=IoOptions(dynamic_axes=%r)",
+                ", ".join(sizes),
+                fixed,
+            )
+        return arguments
 
     def fingerprint(self) -> str:
         """Of the captured program, the tree of modules, and all parameters and buffers."""
@@ -121,7 +174,20 @@ class TorchDoor:
         """Fold, balance, and quantize the weights; AdaRound learns from all batches in every process."""
         assert self._traced is not None, "plan comes first"
         balance = balance_of(self._traced, plan, data, ranks)
-        return prepare(self._traced, plan, balance=balance, data=data.all, adaround=self._adaround, ranks=ranks)
+        made = prepare(self._traced, plan, balance=balance, data=data.all, adaround=self._adaround, ranks=ranks)
+        return replace(made, part=self._part)
+
+
+def _offer_parts(model: nn.Module) -> None:
+    """Say before calibration that a model can only be simulated, and what can be exported instead."""
+    parts = " or ".join(f'part="{name}"' for name in offered_parts(model))
+    logger.warning(
+        "the whole %s is calibrated, but no file can hold it, because its forward cannot be captured (as the "
+        "post-processing of a detector); to get files, quantize a part of it by name%s: the part is exported, and the "
+        "model runs with it",
+        type(model).__name__,
+        f", such as {parts}" if parts else "",
+    )
 
 
 # -- comparing two models ----------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.intermediate_tensors import TensorWatch
     from amct.pytorch.layer_hooks import Arguments
+    from amct.pytorch.part import Part
 
 AdaRoundMode = Literal["plain", "fast"]
 
@@ -58,11 +59,13 @@ class TorchPreparation(Preparation):
         traced: The user's model and its trace.
         fused: A folded float copy of the model.
         kept: The weights of the ONNX models made of it, most of which are those of the copy.
+        part: The part of a larger model that this is; None: it is a whole model.
     """
 
     traced: Traced
     fused: Fused
     kept: KeptWeights = field(default_factory=KeptWeights)
+    part: Part | None = None
 
     def bias(self, layer: str) -> Tensor | None:
         """The bias of a layer, folded; None: it has none, or one for each gate."""
@@ -171,9 +174,10 @@ class TorchPreparation(Preparation):
         return Calibration(session=calibrated.session, run=run, observes_tensors=intermediate is not None)
 
     def simulation(self, layers: Mapping[str, LayerQParams], *, deploy: bool = False) -> nn.Module:
-        """A fake-quantized module in eval mode that matches the fake-quant file."""
+        """A fake-quantized module in eval mode that matches the fake-quant file; of a part, in the whole model."""
         _refuse_deploy(deploy=deploy)
-        return fake_quant_copy(self, layers)
+        simulated = fake_quant_copy(self, layers)
+        return simulated if self.part is None else self.part.whole_with(simulated)
 
     def runner(self, simulation: nn.Module) -> Callable[[Arguments], Any]:
         """A function that calls the module without gradients."""
@@ -198,8 +202,12 @@ class TorchPreparation(Preparation):
         return self.compared_models(layers)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
-        """Convert data to arguments of the model."""
-        return torch_batches(self.fused.model, data, inputs)
+        """Convert data to arguments of the model; data is that of the whole model."""
+        return torch_batches(self.fused.model, data, inputs) if self.part is None else self.part.batches(data, inputs)
+
+    def simulation_batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+        """Convert data to arguments of the simulation."""
+        return torch_batches(self.fused.model if self.part is None else self.part.whole, data, inputs)
 
     def sample_count(self, batch: object, arguments: object) -> int:
         """The size of the first dimension of the first tensor in the batch."""

@@ -91,7 +91,8 @@ def float_onnx(
     if traced.program is None:
         raise ExportError(
             f"{type(traced.model).__name__} cannot be exported to ONNX, because it cannot be captured as a program: "
-            f"{traced.failure}. Calibration works without; to export, express this by operations on tensors"
+            f"{traced.failure}. Calibration works without; to export, express this by operations on tensors, or "
+            'quantize a part of the model by its name (part="backbone")'
         )
     stored = stored_tensors(fused.model)
     lowered = _lowered(traced.program, traced.names, stored, max(opset, _LOWEST_WRITTEN))
