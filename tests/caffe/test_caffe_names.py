@@ -130,3 +130,16 @@ def test_gpu_mode_says_so_when_there_is_none(caplog):
     pycaffe.set_mode_cpu()
     with pytest.raises(ArgumentError, match="got index -1"):
         pycaffe.set_device(-1)
+
+
+def test_names_of_pycaffes_modules():
+    """``caffe.io.caffe_pb2`` and the compiled module, which scripts import directly."""
+    caffe = importlib.import_module("amct_caffe.caffe")
+    compiled = importlib.import_module("amct_caffe.caffe._caffe")
+    assert caffe.io.caffe_pb2 is pycaffe.proto.caffe_pb2
+    assert compiled.Net is pycaffe.Net
+    assert issubclass(compiled.SGDSolver, compiled.Solver)
+    names = """Blob Layer LayerParameter SolverParameter Timer get_solver has_nccl init_log layer_type_list log
+        set_device
+        set_mode_cpu set_mode_gpu set_multiprocess set_random_seed solver_count solver_rank __version__"""
+    assert [name for name in names.split() if not hasattr(compiled, name)] == []

@@ -26,6 +26,7 @@ import amct_pytorch
 from amct import atomic, log
 from amct.atomic import _group
 from amct.atomic._disk import _machine
+from amct.caffe import installed_alias
 from amct.cli import main
 from amct.errors import AmctError, FileError
 from amct.record import CaffeLayerRecord, DataFactors
@@ -257,6 +258,7 @@ def place(made, tmp_path, monkeypatch):
     shutil.copytree(made, tmp_path / "model")
     monkeypatch.chdir(tmp_path / "model")
     monkeypatch.setenv("AMCT_LOG_LEVEL", "error")
+    monkeypatch.setattr(installed_alias, "_path", lambda: tmp_path / "caffe.py")  # not that of this environment
     return tmp_path
 
 
@@ -274,6 +276,7 @@ READING_COMMANDS = {
     "compare ONNX": ["compare", "net.onnx", "onnx", *DATA],
     "compare PyTorch": ["compare", f"{NETS}:build", "torch", *DATA],
     "caffe test": ["caffe", "test", "--model", "train.prototxt", "--weights", "trained_iter_2.caffemodel"],
+    "caffe install-alias": ["caffe", "install-alias", "--remove"],
     "caffe time": ["caffe", "time", "--model", "net.prototxt", "--iterations", "1"],
 }
 WRITING_COMMANDS = {

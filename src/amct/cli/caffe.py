@@ -220,6 +220,23 @@ def run(
     return 0
 
 
+@app.command(name="install-alias")
+def install_alias(
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the alias again.")] = False,
+) -> None:
+    """Make ``import caffe`` work in this Python environment, for ``python3 old.py``; a real Caffe goes first.
+
+    It writes one file, caffe.py, into the environment's site-packages, and nothing if something is called caffe there.
+    """
+    from amct.caffe import installed_alias
+
+    if remove:
+        path = installed_alias.remove_alias()
+        show("nothing to remove: there is no alias here" if path is None else f"removed: {path}")
+    else:
+        show(f"written: {installed_alias.install_alias()}; amct caffe install-alias --remove removes it")
+
+
 @app.command(name="merge-proto")
 def merge_proto(
     output: Annotated[

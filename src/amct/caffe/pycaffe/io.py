@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from amct.caffe.engine.messages import new_message
+from amct.caffe.pycaffe.proto import caffe_pb2
 from amct.data.images import open_image, resize
 from amct.errors import ArgumentError, FileError, ParseError
 
@@ -33,6 +34,7 @@ __all__ = [
     "arraylist_to_blobprotovector_str",
     "blobproto_to_array",
     "blobprotovector_str_to_arraylist",
+    "caffe_pb2",
     "datum_to_array",
     "load_image",
     "oversample",

@@ -90,6 +90,11 @@ class Function:
         self.in_place: bool = self.fields.pop("in_place", False)
         self.tops = tuple(Top(self, index) for index in range(self.ntop))
 
+    @property
+    def params(self) -> dict[str, FieldValue]:
+        """The fields, by pycaffe's name."""
+        return self.fields
+
     def write(
         self, layers: OrderedDict[Function, ProtoMessage], names: dict[object, str], numbers: Counter[str]
     ) -> None:

@@ -9,10 +9,12 @@ import pkgutil
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from amct.caffe.installed_alias import is_alias
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -124,8 +126,8 @@ def install_as_caffe(*, force: bool = False) -> ModuleType:
     if present is not package and not force:
         spec = None if present is not None else importlib.util.find_spec("caffe")
         # A folder called caffe (such as its sources) is a namespace package without origin; it may be hidden.
-        found = present is not None or (spec is not None and spec.origin is not None)
-        if found:
+        origin = None if spec is None else spec.origin
+        if present is not None or not (origin is None or is_alias(Path(origin))):
             raise ArgumentError(
                 "install_as_caffe: a package called caffe is already installed here, and would be hidden. Uninstall "
                 "it, or call install_as_caffe(force=True) (amct caffe run --force) to hide it in this process"
