@@ -25,7 +25,7 @@ from amct.caffe.model import (
 from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.caffe.onnx.quant import export_net, qdq_observers
 from amct.caffe.prototxt import layer_infos
-from amct.caffe.ptq.equalization import divide_channels, find_factors
+from amct.caffe.ptq.equalization import divide_channels, equalization_proposal, find_factors, one_scale_layers
 from amct.caffe.ptq.graph import QuantGraph, start_calibration
 from amct.caffe.ptq.save import CaffeFiles, SaveNotes, results_with
 from amct.caffe.reporting import caffe_network, fused_notes, report_layers
@@ -232,6 +232,7 @@ class CaffePreparation:
         del batch
         return sample_count(arguments)
 
+    deploy_file = "deploy_model.prototxt"
     any_batch_size = False  # a Reshape or a recurrent layer may need the sizes of the batch as they are
 
     def onnx_inputs(self, arguments: Batch) -> dict[str, npt.NDArray[Any]]:
@@ -256,7 +257,10 @@ class CaffePreparation:
         """The model as files."""
         notes = SaveNotes.of(self.graph)
         form = None if isinstance(self.onnx_form, ExportError) else self.onnx_form
-        return CaffeFiles(request, self._finished(layers), notes, tensors=tensors, reference=reference, form=form)
+        files = CaffeFiles(request, self._finished(layers), notes, tensors=tensors, reference=reference, form=form)
+        if not self.graph.equalized:
+            files.propose = lambda compared: equalization_proposal(self.graph, compared)
+        return files
 
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded net as ONNX."""
@@ -314,9 +318,7 @@ class CaffeDoor:
         # The weights from before the folding are not needed any more, only the layers and names of the net.
         self._original = graph.original = CaffeModel(self._original.net, {})
         if self._equalize:
-            weights = {name: layer.weight for name, layer in graph.plans().items()}
-            one_scale = {name for name, each in weights.items() if each is not None and not each.channel_wise}
-            factors = find_factors(graph.model, data.all(), one_scale=one_scale)
+            factors = find_factors(graph.model, data.all(), one_scale=one_scale_layers(graph))
             divide_channels(graph.model, factors)
             graph.equalized = tuple(factors)
         graph.quantize_weights()

@@ -153,6 +153,7 @@ def files_report(
         skipped=notes.skipped,
         config=notes.config,
         network=caffe_network(reference.net, [*bits]),
+        proposals=notes.proposals,
     )
     measured = measure_nets(reference, quantized, data, statistics=subject.statistics(), metric=metric, inputs=inputs)
     name = Path(shown[2]).name

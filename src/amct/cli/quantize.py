@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from amct.calibration import Ranks
     from amct.config.layers import LayerInfo
     from amct.export.request import SavePath
+    from amct.model.quant_json import QuantJson
     from amct.model.verdict import Level
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import FirstBatches
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from amct.pipeline.quantized_model import QuantizedModel
 
 WORST_SHOWN = 3
-QDQ_FILE = "qdq_model.onnx"
 NAMES_SHOWN = 6
 FAILED = 3
 """The exit code of a verdict that ``--fail-on`` does not accept."""
@@ -284,29 +284,34 @@ def _result(quantized: QuantizedModel, data: FirstBatches, files: _Files) -> dic
         "layers": [comparison_row(layer) for layer in layers],
         "files": [str(path) for path in (*written, files.page) if path is not None],
         "checks": _checks(written),
+        "would help": [text for document in _documents(written).values() for text in document.proposals],
     }
 
 
 def _checks(written: list[Path]) -> dict[str, dict[str, Any]]:
     """What ``save`` measured on the files that it ran, by path, with its text for people."""
+    found = {}
+    for path, document in _documents(written).items():
+        for name, entry in document.files.items():
+            if entry.check is not None:
+                found[str(path.with_name(name))] = {"text": entry.check.text(), **asdict(entry.check)}
+    return found
+
+
+def _documents(written: list[Path]) -> dict[Path, QuantJson]:
     from amct.model.quant_json import QUANT_JSON, read_quant_json
 
-    found = {}
-    for document in (path for path in written if path.name.endswith(QUANT_JSON)):
-        for name, entry in read_quant_json(document).files.items():
-            if entry.check is not None:
-                found[str(document.with_name(name))] = {"text": entry.check.text(), **asdict(entry.check)}
-    return found
+    return {path: read_quant_json(path) for path in written if path.name.endswith(QUANT_JSON)}
 
 
 def _measured(
     quantized: QuantizedModel, batches: Iterable[Any], written: list[Path], page: Path | None
 ) -> tuple[str, Iterable[LayerComparison], Iterable[LayerComparison]]:
-    """Compare the QDQ file, or without one the simulation, with the float model: its name, layers and outputs.
+    """Compare the file that counts, or without one the simulation, with the float model: its name, layers and outputs.
 
     A report is written of the same runs, or of the simulation's layers if the QDQ file does not show all of them.
     """
-    file = next((path for path in written if path.name.endswith(QDQ_FILE)), None)
+    file = quantized.file_to_measure(written)
     found = quantized.measure_file(batches, written, page)
     if found is not None:
         return str(file), found.layers.values(), found.outputs
@@ -343,6 +348,7 @@ def _as_text(result: dict[str, Any]) -> str:
         lines += [f"              measured on {_data_name(result)}, of {_measured_name(result['measured'])}"]
     lines += [f"wrote       {path}" for path in result["files"]]
     lines += [f"{path}  {check['text']}" for path, check in result["checks"].items()]
+    lines += [f"would help  {text}" for text in result["would help"]]
     return "\n".join(lines)
 
 

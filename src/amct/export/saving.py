@@ -99,7 +99,7 @@ def save_files(files: ModelFiles) -> Saved:
     saved: list[FileToCheck] = []
     checks: dict[str, FileCheck | None] = {}
     not_written: dict[str, str] = {}
-    verdict = None
+    verdict, proposals = None, tuple[str, ...]()
     left_float: dict[str, FloatWeight] = {}
     with FileGroup() as group:
         for name in request.formats:
@@ -130,6 +130,7 @@ def save_files(files: ModelFiles) -> Saved:
                 related=request.related(),
                 verdict=verdict,
             )
+            proposals = document.proposals
             write_quant_json(group, request.where.quant_json, document)
         warn_of_replaced(group.written())
     written = [path for file in saved for path in (file.target, *map(file.target.with_name, file.beside))]
@@ -139,6 +140,8 @@ def save_files(files: ModelFiles) -> Saved:
     if verdict is not None:
         bad = verdict.is_at_best("poor")
         logger.log(logging.WARNING if bad else logging.INFO, "verdict %s%s", verdict, ADVICE if bad else "")
+    for proposal in proposals:
+        logger.info("would help: %s", proposal)
     return Saved(written, verdict)
 
 

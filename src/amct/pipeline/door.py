@@ -130,6 +130,9 @@ class PreparedModel(Protocol):
     def record_of(self, layers: Mapping[str, LayerQParams]) -> AnyRecord:
         """The parameters as a record in the door's own dialect."""
 
+    deploy_file: str
+    """The end of the name of the deploy file that ``compared_models(deploy=True)`` computes; empty if it cannot."""
+
     def simulation(self, layers: Mapping[str, LayerQParams], *, deploy: bool = False) -> Any:  # noqa: ANN401  the door's kind of model
         """The quantized model simulated in the door's own framework; with ``deploy`` in integers."""
 

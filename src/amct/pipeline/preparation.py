@@ -243,6 +243,8 @@ class Preparation(ABC):
             ExportError: The model cannot be exported.
         """
 
+    deploy_file = ""  # only the chip computes it as it is
+
     def with_only(self, layers: Mapping[str, LayerQParams], names: Collection[str]) -> ExportedModel:
         """The folded float model with just some layers quantized, by standard operators."""
         kept = KeptWeights()

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amct.model import Skip
+    from amct.model.quant_json import QuantJson
     from amct.model.verdict import Verdict
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.numerics.similarity import LayerComparison
@@ -278,8 +279,8 @@ class QuantizedModel:
                 what the module returns (PyTorch), an array or a dict of arrays (ONNX), a dict of arrays (Caffe).
             inputs: As for ``quantize``.
             files: Files whose sizes are shown, such as those that ``save`` returned. Outputs and metric are measured of
-                a QDQ file among them, otherwise of the simulation. A ``quant.json`` among them gets the report's
-                SHA-256 and what was measured.
+                a QDQ file among them, without one of a Caffe deploy model, else of the simulation. A ``quant.json``
+                among them gets the report's SHA-256 and what was measured.
             training: What quantization-aware training did.
 
         Returns:
@@ -300,31 +301,39 @@ class QuantizedModel:
         _note_measurement(found.measured, found.content.layers_of, self._verdict, listed)
         return where
 
+    def file_to_measure(self, files: Iterable[Path]) -> Path | None:
+        """The file of a save whose numbers count: the QDQ file, without one the deploy file if it can be computed."""
+        listed, name = list(files), self.prepared.deploy_file
+        return qdq_file(listed) or next((file for file in listed if name and file.name.endswith(name)), None)
+
     def measure_file(self, data: object, files: Iterable[Path], page: Path | None = None) -> Measured | None:
-        """Compare the QDQ file of a save with the float model, layer by layer, and write a report of the same runs.
+        """Compare a file of a save with the float model, layer by layer, and write a report of the same runs.
 
         Args:
             data: As ``calibration_data``.
             files: The files of the save; a ``quant.json`` among them gets what was measured.
-            page: The HTML file of the report, in which all numbers are those of the QDQ file; None: no report.
+            page: The HTML file of the report, in which all numbers are those of the file; None: no report.
 
         Returns:
-            None, with nothing written, if there is no QDQ file or it does not show the output of every layer.
+            None, with nothing written, if there is no ``file_to_measure`` or it does not show the output of every
+            layer.
 
         Raises:
             CalibrationError: There is no data.
             FileError: A file cannot be read or written.
         """
         listed = list(files)
-        file = qdq_file(listed)
+        file = self.file_to_measure(listed)
         if file is None:
             return None
-        shown = FileLayers(self.prepared, file, self.prepared.output_tensors(self.qparams))
-        if not shown.shows_all(self._examples[0]):
-            return None
+        expected, shown = self.prepared.compared_models(self.qparams, deploy=file != qdq_file(listed))
+        if file == qdq_file(listed):
+            shown = FileLayers(self.prepared, file, self.prepared.output_tensors(self.qparams))
+            if not shown.shows_all(self._examples[0]):
+                return None
         subject = self._report_subject(listed) if page is not None else None
         measured = measure(
-            self.prepared.compared_models(self.qparams)[0],
+            expected,
             shown,
             self.prepared.batches(data).with_originals(),
             statistics=subject.statistics() if subject is not None else None,
@@ -353,12 +362,13 @@ class QuantizedModel:
         prepared, subject = self.prepared, self._report_subject(listed)
         first = self._examples[0]
         batches = iter([(first, first)]) if data is None else prepared.batches(data, inputs).with_originals()
-        file = qdq_file(listed)
+        file, deploy = qdq_file(listed), self.file_to_measure(listed)
         written = WrittenFile(prepared, file) if file is not None else None
         if written is not None and not written.fits(first):
             file = written = None
+        deploy = None if qdq_file(listed) is not None else deploy
         measured = measure(
-            *prepared.compared_models(self.qparams),
+            *prepared.compared_models(self.qparams, deploy=deploy is not None),
             batches,
             statistics=subject.statistics(),
             metric=metric,
@@ -366,8 +376,9 @@ class QuantizedModel:
             written=written.run if written is not None else None,
         )
         on = "the first calibration batch" if data is None else None
-        of = file.name if file is not None else SIMULATION
-        content = report_content(subject, measured, files=listed, measured_on=on, outputs_of=of)
+        layers_of = deploy.name if deploy is not None else SIMULATION
+        of = file.name if file is not None else layers_of
+        content = report_content(subject, measured, files=listed, measured_on=on, outputs_of=of, layers_of=layers_of)
         return MeasuredReport(content=content, measured=measured)
 
     def _report_subject(self, listed: list[Path]) -> ReportSubject:
@@ -379,6 +390,7 @@ class QuantizedModel:
             skipped=self.skipped,
             config=config_text(prepared.plan),
             network=prepared.network(_integer_tensors(listed)),
+            proposals=tuple(text for document in _documents(listed) for text in document.proposals),
             alone={each.layer: each.sqnr for each in self._causes()},
         )
 
@@ -409,6 +421,9 @@ def _note_measurement(measured: Measured, of: str, verdict: Verdict | None, list
 
 def _integer_tensors(files: Iterable[Path]) -> frozenset[str]:
     """The tensors between layers that the QDQ file of a save quantizes, from its quant.json."""
-    documents = [read_quant_json(file) for file in files if file.name.endswith(QUANT_JSON) and file.is_file()]
-    entries = (entry for document in documents for entry in document.files.values())
+    entries = (entry for document in _documents(files) for entry in document.files.values())
     return frozenset(tensor for entry in entries for tensor in entry.tensors)
+
+
+def _documents(files: Iterable[Path]) -> list[QuantJson]:
+    return [read_quant_json(file) for file in files if file.name.endswith(QUANT_JSON) and file.is_file()]

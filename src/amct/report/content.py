@@ -230,6 +230,7 @@ class ReportContent:
         outputs_of: What the outputs and the metric were measured of: the name of a written file, or "the simulation".
         layers_of: The same for the layers.
         verdict: The judgement; None if nothing was measured that a model can be judged by.
+        proposals: What would help.
         network: The network as a graph; None if it is not known.
         figures: The summary.
         files: The files of the model with their sizes.
@@ -249,6 +250,7 @@ class ReportContent:
     outputs_of: str = SIMULATION
     layers_of: str = SIMULATION
     verdict: Verdict | None = None
+    proposals: tuple[str, ...] = ()
     network: Network | None = None
     figures: tuple[Figure, ...] = ()
     files: tuple[FileSize, ...] = ()

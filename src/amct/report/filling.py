@@ -112,6 +112,7 @@ class ReportSubject:
         skipped: The layers that are not quantized, each with the reason.
         config: The config used, as text.
         network: The network as a graph; None if it is not known.
+        proposals: What would help.
         alone: By layer: the SQNR of the model's outputs when only this layer is quantized, where that is known.
     """
 
@@ -121,6 +122,7 @@ class ReportSubject:
     skipped: tuple[Skip, ...] = ()
     config: str = ""
     network: Network | None = None
+    proposals: tuple[str, ...] = ()
     alone: Mapping[str, float] = field(default_factory=dict)
 
     def statistics(self) -> dict[str, InputStatistics]:
@@ -170,6 +172,7 @@ def report_content(
         outputs_of=outputs_of,
         layers_of=layers_of,
         verdict=measured.verdict(outputs_of),
+        proposals=subject.proposals,
         network=subject.network,
         figures=tuple(_figures(measured, (before, after))),
         files=file_sizes([Path(file) for file in files]),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +18,14 @@ import torch
 from amct import log
 from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup
+from amct.caffe.engine.layers.ifmr import observed_inputs
 from amct.caffe.model import blob_shapes, caffe_batches, read_model, run_net, write_model
 from amct.caffe.prototxt import restore_in_place
+from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics, float_weight, fuse
+from amct.caffe.ptq.graph import start_calibration
 from amct.errors import CalibrationError
+from amct.export.check.losses import matched_boxes, similarity_over
 from amct.numerics.balancing import ChannelStatistics, ConsumerNoise, choose_factors
 
 if TYPE_CHECKING:
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.net import Net
     from amct.caffe.model import Batch, CaffeModel
+    from amct.caffe.ptq.graph import QuantGraph
+    from amct.export.check.losses import Reference
     from amct.numerics.balancing import ChannelRanges
     from amct.pipeline.batches import BatchInputs
 
@@ -92,6 +99,50 @@ def equalize_model(
         write_model(group, model, *files)
     logger.info("Equalized the channels of %d layers.", len(found))
     return list(found)
+
+
+LEAST_GAIN = 2.0
+"""Decibels by which equalization must raise the SQNR of the outputs to be proposed."""
+LEAST_MORE_BOXES = 0.05
+"""The same for a detector: the share of boxes that are found in addition."""
+
+
+def equalization_proposal(graph: QuantGraph, reference: Reference) -> str | None:
+    """Try equalization on the batches of a check; what it would gain, as text, or None if that is not enough.
+
+    The folded float net is equalized, quantized and calibrated on these few batches and run as the simulation.
+    """
+    known = [each for each in reference.batches if each.expected is not None and each.simulated is not None]
+    factors = find_factors(graph.model, (each.inputs for each in known), one_scale=one_scale_layers(graph))
+    if not factors:
+        return None
+    trial = replace(graph, model=graph.model.copy(), weights={})
+    divide_channels(trial.model, factors)
+    trial.quantize_weights()
+    calibration = start_calibration(trial, {})
+    with closing(calibration.session):
+        calibration.run(each.inputs for each in known)
+        calibration.session.finish(complete=False)
+        result = calibration.session.result
+    net = Results(trial.model, trial.weights, observed_inputs(result)).fake_quant().model.build(())
+    expected = [dict(each.expected or ()) for each in known]
+    before = [dict(each.simulated or ()) for each in known]
+    after = [run_net(net, each.inputs) for each in known]
+    on = f"in the simulation on {len(known)} calibration batch{'es' if len(known) > 1 else ''}"
+    old, new = (similarity_over(zip(expected, each, strict=True))[0] for each in (before, after))
+    if old is not None and new is not None and new.sqnr >= old.sqnr + LEAST_GAIN:
+        return f"equalize=True (--equalize): SQNR {new.sqnr:.1f} instead of {old.sqnr:.1f} dB {on}"
+    shares = [matched_boxes(zip(expected, each, strict=True)) for each in (before, after)]
+    for first, second in zip(*shares, strict=True):
+        if old is None and second.share >= first.share + LEAST_MORE_BOXES:
+            return f"equalize=True (--equalize): {second}, instead of {first.found}, {on}"
+    return None
+
+
+def one_scale_layers(graph: QuantGraph) -> set[str]:
+    """The layers whose config gives all output channels one weight scale."""
+    weights = {name: layer.weight for name, layer in graph.plans().items()}
+    return {name for name, each in weights.items() if each is not None and not each.channel_wise}
 
 
 @dataclass(frozen=True, kw_only=True)

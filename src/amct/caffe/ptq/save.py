@@ -34,7 +34,7 @@ from amct.record.conversion import caffe_layer_qparams
 from amct.schema import format_text
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import QuantizedNet
@@ -192,6 +192,7 @@ class CaffeFiles:
     ) -> None:
         pairs = [name for name in PAIRS if name in request.formats]  # one of them may be run as the simulation
         self._with_record = RECORD in request.formats
+        self._with_record |= "deploy" in pairs  # the chip's converter may ask for it
         record = [RECORD] if self._with_record or results.equalized else []
         onnx = [name for name in request.models if name not in PAIRS]
         self.request = replace(request, formats=(*pairs, *record, *onnx))
@@ -203,6 +204,9 @@ class CaffeFiles:
         self._nets: dict[str, QuantizedNet] = {}
         """The pairs without their weights, so that those of one net at a time are in memory."""
         self._digest: bytes | None = None
+        self.propose: Callable[[Reference], str | None] = lambda _compared: None
+        """What would help against a loss, from what the files were compared with; called if one is not Good."""
+        self._levels: set[str | None] = set()
         self._form = form
         self._forms: dict[tuple[str, ...], NetOnnx] = {}
 
@@ -283,10 +287,21 @@ class CaffeFiles:
 
     def check(self, file: FileToCheck) -> tuple[FileCheck | None, ExportedModel | None]:
         """Run a pair in our engine, or an ONNX file."""
+        result = self._checked(file)
+        self._levels.add(None if result[0] is None else result[0].verdict)
+        return result
+
+    def _checked(self, file: FileToCheck) -> tuple[FileCheck | None, ExportedModel | None]:
         if file.format in PAIRS:
             digest = self._digest if file.format == "fake_quant" else None
             return None if self._pairs is None else self._pairs.check(file, digest), None
         return (None, None) if not file.is_model or self._onnx_check is None else self._onnx_check.check(file)
+
+    def _proposals(self) -> tuple[str, ...]:
+        if self._pairs is None or self._levels <= {None, "good"}:
+            return ()
+        text = self.propose(self._pairs.simulated())
+        return () if text is None else (text,)
 
     def document(self, reports: Mapping[str, ExportReport]) -> QuantJson:
         """The layers with their blobs in the pairs."""
@@ -303,6 +318,7 @@ class CaffeFiles:
             config=self._results.config,
             equalized=tuple(self._results.equalized),
             accelerated=tuple(notes.fusion.accelerated),
+            proposals=self._proposals(),
             not_written={"atc": self._inference} if isinstance(self._inference, str) else {},
         )
 
