@@ -300,11 +300,16 @@ def test_saving_an_unpruned_model_warns(flow, caplog):
     assert "did not prune it" not in caplog.text
 
 
-def test_saving_a_combined_model_as_pruned_names_the_right_function(flow):
+def test_saving_a_combined_model_as_pruned_or_quantized_names_the_right_function(flow, caplog):
     Path(flow.config).write_text(filters(0.3, more="retrain_data_quant_config { ulq_quantize { } }"))
     created = amct_pytorch.create_compressed_retrain_model(flow.model, flow.batches[0], flow.config, flow.record)
     with pytest.raises(RuntimeError, match="with save_compressed_retrain_model"):
         amct_pytorch.save_prune_retrain_model(created, str(flow.folder / "net"), flow.batches[0])
+    created(flow.batches[0])
+    config = str(flow.folder / "quant.json")
+    amct_pytorch.create_quant_retrain_config(config, flow.model, flow.batches[0])
+    amct_pytorch.save_quant_retrain_model(config, created, flow.record, str(flow.folder / "net"), flow.batches[0])
+    assert "it is pruned too; its record says so only if save_compressed_retrain_model saves it" in caplog.text
 
 
 def test_golden_record_restores_to_the_same_channels(flow):

@@ -33,7 +33,7 @@ from amct.pytorch.pruning.amct_chains import prunable_layers
 from amct.pytorch.pruning.compression import apply_plan, restore_plan
 from amct.pytorch.pruning.saving import save_float
 from amct.pytorch.pruning.sparse import mask_records, put_sparse, without_masks
-from amct.pytorch.qat.amct_api import save_trained
+from amct.pytorch.qat.amct_api import PRUNED, save_trained
 from amct.pytorch.qat.checkpoint import load_state
 from amct.pytorch.qat.door import build
 from amct.pytorch.qat.model import QatModel
@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
 
-_PRUNED = "amct_pruned_channels"
-"""The attribute of a created or restored model that tells what was pruned, to know its record again."""
 _RECORD = "amct_prune_record"
 """The attribute of such a model that tells where its record is."""
 
@@ -143,7 +141,7 @@ def save_prune_retrain_model(
             "model: it has trained quantizers; a model with pruning and quantization is saved with "
             "save_compressed_retrain_model"
         )
-    if not getattr(trained, _PRUNED, ()):
+    if not getattr(trained, PRUNED, ()):
         logger.warning(
             "model: create_prune_retrain_model or restore_prune_retrain_model did not prune it; it is saved as is"
         )
@@ -278,7 +276,7 @@ def _restored(
 
 def _with_marks(model: nn.Module, record: Record, file: AnyPath) -> nn.Module:
     """The model, with what it must know of its record."""
-    setattr(model, _PRUNED, _pruned_channels(record))
+    setattr(model, PRUNED, _pruned_channels(record))
     setattr(model, _RECORD, str(Path(file).absolute()))
     return model
 
@@ -290,7 +288,7 @@ def _record_with_masks(model: nn.Module) -> tuple[Record, Path] | None:
         return None
     path = Path(str(getattr(model, _RECORD)))
     record = read_record(path) if path.exists() else Record()
-    if _pruned_channels(record) != getattr(model, _PRUNED):
+    if _pruned_channels(record) != getattr(model, PRUNED):
         logger.warning("%s is no longer the record of this model; the trained 2:4 masks are not written to it", path)
         return None
     chains = [chain for chain in record.prune if chain.selective is None]
@@ -309,7 +307,7 @@ def _check_record(record: Record, model: nn.Module, path: Path) -> None:
         RecordError: It is empty, or of another network or config.
     """
     given = _pruned_channels(record)
-    own = getattr(model, _PRUNED, given)
+    own = getattr(model, PRUNED, given)
     if given == own:
         return
     what = "is of another network or config"

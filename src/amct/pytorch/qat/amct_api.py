@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
 
+PRUNED = "amct_pruned_channels"
+"""The attribute that tells what was pruned of a model that AMCT's functions for pruning made, to know its record."""
+
 
 def create_quant_retrain_config(
     config_file: AnyPath, model: nn.Module, input_data: object, config_defination: AnyPath | None = None
@@ -199,6 +202,8 @@ def save_quant_retrain_model(  # noqa: PLR0913  AMCT's signature
             f"model: {type(trained).__name__} has no trained quantizers; save the model that "
             "create_quant_retrain_model or restore_quant_retrain_model returned"
         )
+    if getattr(trained, PRUNED, ()):
+        logger.warning("model: it is pruned too; its record says so only if save_compressed_retrain_model saves it")
     io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
     inputs = example_inputs(trained, input_data)
     preparation = trained.preparation((inputs.args, inputs.kwargs), io)
