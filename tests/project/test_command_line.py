@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,13 @@ def test_help_needs_no_torch(arguments):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "Usage: amct" in result.stdout
     assert result.stderr == "False"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["nothing"]])
+def test_a_command_leaves_the_collector_as_it_was(arguments):
+    before = gc.get_threshold(), gc.isenabled()
+    main(arguments)
+    assert (gc.get_threshold(), gc.isenabled()) == before
 
 
 def test_unknown_command_is_one_line_and_exit_code_2(capsys):
