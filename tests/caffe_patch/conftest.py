@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
-from quant_library import QuantLibrary
-
-PATCH = Path(__file__).parents[2] / "src" / "caffe_patch"
+from quant_library import PATCH, QuantLibrary
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+
+PATCH = Path(__file__).parents[2] / "src" / "caffe_patch"
 
 
 class IfmrSettings(ctypes.Structure):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from quant_library import PATCH
 
 from amct.caffe.engine.blob import Blob
 from amct.caffe.engine.layers.batch_norm import BatchNorm
@@ -21,7 +22,6 @@ from amct.numerics.arq import WeightKind, arq, fake_quantize_weight
 from amct.numerics.settings import IfmrSettings
 from amct.numerics.snq import decode, pack_nibbles
 from amct.numerics.training.quantizers import ulq, ulq_factors, valid_clips
-from conftest import PATCH
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "numerics"
 BITS = st.sampled_from([2, 4, 8, 12, 16])

@@ -27,7 +27,7 @@ def test_every_data_file_of_the_package_is_packed():
 
 def test_every_package_says_that_it_is_typed():
     packages = [path for path in (ROOT / "src").iterdir() if path.is_dir() and path.name.isidentifier()]
-    assert {path.name for path in packages} == {"amct", "amct_caffe", "amct_pytorch", "hotwheels"}
+    assert {path.name for path in packages} == {"amct", "amct_caffe", "amct_pytorch", "caffe_patch", "hotwheels"}
     without = [path.name for path in packages if not list(path.glob("py.typed")) and not list(path.glob("*/py.typed"))]
     assert without == []
 

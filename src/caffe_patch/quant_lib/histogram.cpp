@@ -15,6 +15,7 @@ const uint32_t kSign = 1u << 31;
 const size_t kExactLimit = 1 << 16;
 const size_t kDistinctLimit = 4096;
 const size_t kSamplingTarget = 1 << 18, kLeastSamples = 1 << 13;
+const size_t kBlock = 512;
 const size_t kRun = 16, kLargestInterval = 64, kProbedRuns = 64, kOdd = 37;
 
 uint32_t PatternOf(float value) {
@@ -30,6 +31,26 @@ double ValueOf(uint32_t pattern) {
   return value;
 }
 
+// Widen a range by values. Floats are ordered like whole numbers with a sign bit, whose maxima are vectorized.
+void RangeOf(const float* values, size_t count, float* minimum, float* maximum) {
+  int32_t least = std::numeric_limits<int32_t>::max(), largest = std::numeric_limits<int32_t>::min();
+  for (size_t begin = 0; begin < count; begin += kBlock) {
+    const size_t size = std::min(count - begin, kBlock);
+    int32_t ordered[kBlock];
+    std::memcpy(ordered, values + begin, size * sizeof(float));
+    for (size_t i = 0; i < size; ++i) {
+      const int32_t each = ordered[i] ^ ((ordered[i] >> 31) & 0x7fffffff);
+      least = std::min(least, each);
+      largest = std::max(largest, each);
+    }
+  }
+  const int32_t ends[] = {least ^ ((least >> 31) & 0x7fffffff), largest ^ ((largest >> 31) & 0x7fffffff)};
+  float range[2];
+  std::memcpy(range, ends, sizeof(range));
+  *minimum = std::min(*minimum, range[0]);
+  *maximum = std::max(*maximum, range[1]);
+}
+
 typedef std::unordered_map<uint32_t, int64_t> DistinctValues;
 
 // Add values to counts by distinct value; false, with some of them added, when there are too many.
@@ -43,17 +64,21 @@ bool CountDistinct(const float* values, size_t count, DistinctValues* found) {
 
 // Whether values of the probed runs repeat often; neighbours may be equal, as pooling makes them.
 bool FewDistinct(const float* values, size_t step, float bound) {
-  DistinctValues keys;
-  size_t number = 0;
+  uint32_t keys[2048] = {0};  // twice as many as probed values; zero is near zero, so it is none of them
+  size_t number = 0, distinct = 0;
   for (size_t begin = 0; begin < kProbedRuns * step; begin += step) {
     for (size_t place = begin; place < begin + kRun; ++place) {
+      const uint32_t pattern = PatternOf(values[place]);
       if (std::fabs(values[place]) <= bound) continue;
-      if (place > begin && PatternOf(values[place]) == PatternOf(values[place - 1])) continue;
+      if (place > begin && pattern == PatternOf(values[place - 1])) continue;
       ++number;
-      ++keys[PatternOf(values[place])];
+      uint32_t slot = pattern * 0x9E3779B1u >> 21;
+      while (keys[slot] != 0 && keys[slot] != pattern) slot = (slot + 1) & 2047;
+      distinct += keys[slot] == 0;
+      keys[slot] = pattern;
     }
   }
-  return 4 * keys.size() < 3 * number;
+  return 4 * distinct < 3 * number;
 }
 
 }  // namespace
@@ -82,18 +107,36 @@ Histogram::Histogram(int bits, size_t enough)
     : shift_(kMantissa - (bits > 8 ? 11 : 9)),
       tail_(bits > 8 ? 4096 : 512),
       enough_(enough),
-      counts_(static_cast<size_t>(1) << (32 - shift_)),
       total_(0),
       largest_weight_(1) {
   limits_[0] = limits_[1] = 1u << shift_;  // the bin of zero never belongs to a tail
 }
 
-void Histogram::KeepIfOuter(float value) {
-  const uint32_t pattern = PatternOf(value), magnitude = pattern & ~kSign;
+void Histogram::Count(uint32_t pattern, int64_t weight) {
+  std::vector<int64_t>& block = counts_[pattern >> kMantissa];
+  const size_t size = static_cast<size_t>(1) << (kMantissa - shift_);
+  if (block.empty()) block.resize(size);
+  block[(pattern >> shift_) & (size - 1)] += weight;
+}
+
+void Histogram::Keep(uint32_t pattern) {
+  const uint32_t magnitude = pattern & ~kSign;
   const int sign = pattern >= kSign;
   if (magnitude < limits_[sign]) return;
   outer_[sign].push_back(magnitude);
   if (outer_[sign].size() > 16 * tail_) TrimTails();
+}
+
+// Most blocks hold no value beyond the limits, which the largest magnitude tells at once.
+void Histogram::KeepOuter(const float* values, size_t count) {
+  for (size_t begin = 0; begin < count; begin += kBlock) {
+    const size_t end = std::min(count, begin + kBlock);
+    uint32_t patterns[kBlock], largest = 0;
+    std::memcpy(patterns, values + begin, (end - begin) * sizeof(float));
+    for (size_t i = 0; i < end - begin; ++i) largest = std::max(largest, patterns[i] & ~kSign);
+    if (largest < std::min(limits_[0], limits_[1])) continue;
+    for (size_t i = 0; i < end - begin; ++i) Keep(patterns[i]);
+  }
 }
 
 // Move each limit outwards to the next border of a bin beyond which there are not more values than a tail has.
@@ -124,35 +167,35 @@ void Histogram::Add(const float* values, size_t count) {
       for (size_t i = 0; i < kRun; ++i) Count(PatternOf(run[i]), every);
     }
   }
-  for (size_t i = 0; i < count; ++i) KeepIfOuter(values[i]);
+  KeepOuter(values, count);
 }
 
 void Histogram::AddCounted(const DistinctValues& counts) {
   for (DistinctValues::const_iterator each = counts.begin(); each != counts.end(); ++each) {
-    float value;
-    std::memcpy(&value, &each->first, sizeof(value));
     total_ += each->second;
     Count(each->first, each->second);
     const bool is_outer = (each->first & ~kSign) >= limits_[each->first >= kSign];
-    for (int64_t i = 0; is_outer && i < each->second; ++i) KeepIfOuter(value);
+    for (int64_t i = 0; is_outer && i < each->second; ++i) Keep(each->first);
   }
 }
 
 std::vector<Bin> Histogram::Bins() {
   TrimTails();
   std::vector<Bin> inner, bins;
-  const uint32_t half = kSign >> shift_;
+  const uint32_t blocks = 256, size = 1u << (kMantissa - shift_);
   double counted = 0;
   for (int sign = 1; sign >= 0; --sign) {
-    const uint32_t end = limits_[sign] >> shift_;
-    for (uint32_t i = 0; i < end; ++i) {
-      const uint32_t place = sign ? end - 1 - i : i;
-      const int64_t count = counts_[place + sign * half];
-      if (count == 0) continue;
-      const double near = ValueOf(place << shift_), far = ValueOf((place + 1) << shift_);
-      const Bin bin = {sign ? -far : near, sign ? -near : far, static_cast<double>(count)};
-      inner.push_back(bin);
-      counted += bin.count;
+    for (uint32_t step = 0; step < blocks; ++step) {  // from the outermost negative values inwards, then outwards
+      const uint32_t block = sign ? blocks - 1 - step : step;
+      const std::vector<int64_t>& counts = counts_[block + sign * blocks];
+      for (uint32_t i = 0; i < counts.size(); ++i) {
+        const uint32_t inside = sign ? size - 1 - i : i, place = block * size + inside;
+        if (counts[inside] == 0 || place << shift_ >= limits_[sign]) continue;
+        const double near = ValueOf(place << shift_), far = ValueOf((place + 1) << shift_);
+        const Bin bin = {sign ? -far : near, sign ? -near : far, static_cast<double>(counts[inside])};
+        inner.push_back(bin);
+        counted += bin.count;
+      }
     }
   }
   const size_t tails = outer_[0].size() + outer_[1].size();
@@ -198,10 +241,7 @@ void Samples::Add(const float* values, size_t count) {
   is_first_ = false;
   if (count == 0) return;
   count_ += count;
-  for (size_t i = 0; i < count; ++i) {
-    minimum_ = std::min(minimum_, values[i]);
-    maximum_ = std::max(maximum_, values[i]);
-  }
+  RangeOf(values, count, &minimum_, &maximum_);
   if (is_exact_ && static_cast<size_t>(count_) <= kExactLimit) {
     values_.insert(values_.end(), values, values + count);
     sizes_.push_back(count);

@@ -27,14 +27,15 @@ class Histogram {
   std::vector<Bin> Bins();
 
  private:
-  void Count(uint32_t pattern, int64_t weight) { counts_[pattern >> shift_] += weight; }
-  void KeepIfOuter(float value);
+  void Count(uint32_t pattern, int64_t weight);
+  void KeepOuter(const float* values, size_t count);
+  void Keep(uint32_t pattern);
   void TrimTails();
 
   const int shift_;
   const size_t tail_;
   const size_t enough_;
-  std::vector<int64_t> counts_;
+  std::vector<int64_t> counts_[512];  // by sign and exponent; empty where there is no value
   std::vector<uint32_t> outer_[2];  // magnitudes of positive and of negative values, as bit patterns
   uint32_t limits_[2];
   int64_t total_;
