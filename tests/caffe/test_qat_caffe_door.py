@@ -14,7 +14,7 @@ from qat_caffe_flow import Retraining, write_digits
 
 import amct.caffe
 from amct.caffe import pycaffe as caffe
-from amct.caffe.engine.solvers import Action
+from amct.caffe.engine.solvers.solver import Action
 from amct.cli import main
 from amct.errors import ArgumentError, ArgumentTypeError, ConfigError, FileError, TrainingError
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amct.caffe.engine.messages import parse_message
-from amct.caffe.engine.solvers import RULES, EngineSolver
-from amct.caffe.engine.solvers.rules import learning_rate
+from amct.caffe.engine.solvers.rules import RULES, learning_rate
+from amct.caffe.engine.solvers.solver import EngineSolver
 from amct.errors import ConfigError
 
 INPUTS, TARGETS = 3, 2
@@ -121,7 +121,7 @@ def test_a_rule_is_its_formula(rule, momentum, decay, clip, iter_size, l1, seed)
         (random.normal(size=(4, INPUTS)).astype("f"), random.normal(size=(4, TARGETS)).astype("f"))
         for _ in range(ITERATIONS * iter_size)
     ]
-    blobs = solver.net.layers[solver.net.layer_index("ip")].blobs
+    blobs = solver.net.layers[solver.net.layer_names.index("ip")].blobs
     for blob, values in zip(blobs, weights, strict=True):
         blob.data[...] = values
     remaining = iter(batches)
@@ -237,7 +237,7 @@ def test_shared_parameters_learn_from_both_their_layers():
         parameter.net_param.CopyFrom(parse_message(text, "NetParameter"))
         solver = EngineSolver(parameter)
         assert len(solver.net.learnable) == 2
-        blobs = solver.net.layers[solver.net.layer_index("ip1")].blobs
+        blobs = solver.net.layers[solver.net.layer_names.index("ip1")].blobs
         blobs[0].data[...] = start
         for number, first in parts:
             rows = slice(first, first + solver.net.blob(f"x{number}").shape[0])

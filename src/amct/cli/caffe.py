@@ -21,7 +21,7 @@ from amct.log import few_lines
 if TYPE_CHECKING:
     import signal
 
-    from amct.caffe.engine.solvers import Action
+    from amct.caffe.engine.solvers.solver import Action
 
 app = typer.Typer(
     name="caffe",
@@ -73,7 +73,9 @@ def train(  # noqa: PLR0913 - a command's options are its arguments
     sighup_effect: Annotated[Effect, typer.Option(help="What a hang-up signal does.")] = Effect.snapshot,
 ) -> int:
     """Train a net as its solver prototxt says. Ctrl-C finishes the iteration, writes a snapshot and stops."""
-    from amct.caffe.engine.solvers import EngineSolver, choose_device, read_solver, signal_actions
+    from amct.caffe.engine.blob import choose_device
+    from amct.caffe.engine.solvers.definition import read_solver
+    from amct.caffe.engine.solvers.solver import EngineSolver, signal_actions
 
     if weights is not None and snapshot is not None:
         raise ArgumentError("give --snapshot to go on or --weights to start from, not both")
@@ -109,7 +111,8 @@ def retrain(  # noqa: PLR0913 - a command's options are its arguments
     """Train a net for quantization, and write its INT8 files with a report. Ctrl-C writes a snapshot and stops."""
     import signal
 
-    from amct.caffe.engine.solvers import Action, choose_device, signal_actions
+    from amct.caffe.engine.blob import choose_device
+    from amct.caffe.engine.solvers.solver import Action, signal_actions
     from amct.caffe.qat.door import prepare_qat
 
     check_writable(output.parent)
@@ -147,9 +150,10 @@ def evaluate_net(
     stage: StageOption = None,
 ) -> None:
     """Run the TEST phase of a net over some batches and print the mean of each output."""
+    from amct.caffe.engine.blob import choose_device
     from amct.caffe.engine.layer import TEST
     from amct.caffe.engine.net import Net
-    from amct.caffe.engine.solvers import choose_device, evaluate
+    from amct.caffe.engine.solvers.solver import evaluate
 
     choose_device(gpu=gpu, device=device)
     net = Net.from_file(model, phase=TEST, level=level, stages=stage or [], with_gradients=False)
@@ -176,8 +180,8 @@ def time_net(  # noqa: PLR0913 - a command's options are its arguments
 
     Example: amct caffe time --model deploy.prototxt --iterations 10
     """
+    from amct.caffe.engine.blob import choose_device
     from amct.caffe.engine.net import Net
-    from amct.caffe.engine.solvers import choose_device
     from amct.caffe.engine.timing import time_layers
 
     choose_device(gpu=gpu, device=device)
@@ -273,7 +277,7 @@ def to_onnx(
 def _effects(sigint: Effect, sighup: Effect) -> dict[signal.Signals, Action]:
     import signal
 
-    from amct.caffe.engine.solvers import Action
+    from amct.caffe.engine.solvers.solver import Action
 
     effects = {signal.SIGINT: Action(sigint.value)}
     if hasattr(signal, "SIGHUP"):  # not on Windows

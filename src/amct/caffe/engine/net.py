@@ -126,17 +126,6 @@ class Net:
         """All blobs by name, in net order."""
         return OrderedDict(zip(self.graph.blob_names, self.graph.blobs, strict=True))
 
-    def layer_index(self, name: str) -> int:
-        """The position of a layer.
-
-        Raises:
-            ArgumentError: There is none of that name.
-        """
-        names = self.layer_names
-        if name not in names:
-            raise ArgumentError(f'net "{self.name}" has no layer "{name}".{did_you_mean(name, names)}')
-        return names.index(name)
-
     # ------------------------------------------------------------------ running
 
     def forward(self, start: int = 0, end: int | None = None, *, keep: Iterable[str] = ()) -> float:

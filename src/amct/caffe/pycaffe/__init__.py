@@ -7,28 +7,22 @@ imported by ``import caffe``.
 
 from __future__ import annotations
 
+from amct.caffe.engine.blob import Blob, set_device, set_mode_cpu, set_mode_gpu
+from amct.caffe.engine.layer import layer_types as layer_type_list
+from amct.caffe.engine.layers.python_layer import PythonLayer as Layer
 from amct.caffe.engine.layers.python_layer import allow_python_layers
 from amct.caffe.pycaffe import io, proto
-from amct.caffe.pycaffe._caffe import (
-    AdaDeltaSolver,
-    AdaGradSolver,
-    AdamSolver,
-    Blob,
-    Layer,
-    NesterovSolver,
-    Net,
-    RMSPropSolver,
-    SGDSolver,
+from amct.caffe.pycaffe.classifier import Classifier
+from amct.caffe.pycaffe.detector import Detector
+from amct.caffe.pycaffe.net import Net
+from amct.caffe.pycaffe.net_spec import NetSpec, layers, params, to_proto
+from amct.caffe.pycaffe.runtime import (
+    TEST,
+    TRAIN,
     Timer,
-    __version__,
-    get_solver,
     has_nccl,
     init_log,
-    layer_type_list,
     log,
-    set_device,
-    set_mode_cpu,
-    set_mode_gpu,
     set_multiprocess,
     set_random_seed,
     set_solver_count,
@@ -36,10 +30,17 @@ from amct.caffe.pycaffe._caffe import (
     solver_count,
     solver_rank,
 )
-from amct.caffe.pycaffe.classifier import Classifier
-from amct.caffe.pycaffe.detector import Detector
-from amct.caffe.pycaffe.net_spec import NetSpec, layers, params, to_proto
-from amct.caffe.pycaffe.runtime import TEST, TRAIN
+from amct.caffe.pycaffe.solver import (
+    AdaDeltaSolver,
+    AdaGradSolver,
+    AdamSolver,
+    NesterovSolver,
+    RMSPropSolver,
+    SGDSolver,
+    get_solver,
+)
+
+__version__ = "1.0.0"
 
 __all__ = [
     "TEST",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from amct.caffe.engine.solvers import EngineSolver, read_solver
+from amct.caffe.engine.solvers.definition import read_solver
 from amct.caffe.engine.solvers.rules import rule_of
+from amct.caffe.engine.solvers.solver import EngineSolver
 from amct.caffe.pycaffe.net import Net
 from amct.errors import ArgumentTypeError
 

@@ -15,8 +15,9 @@ from amct.atomic import check_writable, read_bytes, write_text
 from amct.caffe.comparing import measure_nets
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.net import Net
-from amct.caffe.engine.solvers import EngineSolver, evaluate, read_solver
+from amct.caffe.engine.solvers.definition import read_solver
 from amct.caffe.engine.solvers.snapshot import snapshot_names
+from amct.caffe.engine.solvers.solver import EngineSolver, evaluate
 from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_config, write_retrain_model
 from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
 from amct.caffe.reporting import fused_notes, report_layers
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.engine.solvers import Action
+    from amct.caffe.engine.solvers.solver import Action
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.save import Inference
     from amct.caffe.qat.save import TrainedResults

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
-PATH = (str, os.PathLike)
 TRAINED_AS_IT_IS = ExportOptions(placement=Placement.EXACT.value, target=Target.EXACT8.value)
 """Options of the QDQ file: it has the integers that were trained, and no others."""
 

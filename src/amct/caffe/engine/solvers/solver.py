@@ -22,7 +22,7 @@ import torch
 
 from amct.caffe.engine.net import Net
 from amct.caffe.engine.solvers import snapshot as snapshots
-from amct.caffe.engine.solvers.definition import read_solver, test_definitions, train_definition, upgrade_type
+from amct.caffe.engine.solvers.definition import test_definitions, train_definition, upgrade_type
 from amct.caffe.engine.solvers.rules import float32, learning_rate, rule_of
 from amct.caffe.engine.wire import StoredBlob, StoredState
 from amct.errors import ArgumentError, ConfigError
@@ -211,11 +211,6 @@ class EngineSolver:
         self.action_source: Callable[[], Action] = lambda: Action.NONE
         """Called after every iteration and every test batch; returns a request to stop or to write a snapshot."""
         logger.info("Solver scaffolding done.")
-
-    @classmethod
-    def from_file(cls, path: str | os.PathLike[str], **options: object) -> EngineSolver:
-        """Read a solver prototxt; ``options`` as for the class."""
-        return cls(read_solver(path), **options)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ state
 
