@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from amct.caffe.engine import layer, messages
 from amct.caffe.engine.layer import Layer as CaffeLayer
-from amct.caffe.onnx.forms.place import Place as OnnxPlace
+from amct.caffe.engine.onnx_place import Place as OnnxPlace
 from amct.config.layers import add_data_type, remove_data_type
 from amct.config.registry import Activation, ObserverFactory
 from amct.config.registry import register_activation as _register_activation

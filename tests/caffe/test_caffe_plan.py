@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from amct.caffe import pycaffe as caffe
+from amct.caffe.engine import windows
 from amct.caffe.engine.blob import Blob
-from amct.caffe.engine.layers import weighted
 from amct.caffe.engine.net import Net
 from amct.caffe.prototxt import uninplace_model
 from amct.errors import ArgumentError, ModelError
@@ -301,20 +301,20 @@ def test_without_the_packed_kernels_everything_still_agrees(write, monkeypatch):
     path = write(text(IN_PLACE, more="group: 2"))
     data = np.random.RandomState(1).randn(2, 8, 40, 40)
     fast = randomize(caffe.Net(path, caffe.TEST)).forward(data=data)["conv"]
-    monkeypatch.setattr(weighted, "can_pack", lambda: False)
+    monkeypatch.setattr(windows, "can_pack", lambda: False)
     plain = randomize(caffe.Net(path, caffe.TEST)).forward(data=data)["conv"]
     np.testing.assert_allclose(plain, fast, **TOLERANCE)
 
 
 def test_packed_kernels_are_not_used_where_they_do_not_compute(monkeypatch):
-    weighted.can_pack.cache_clear()
+    windows.can_pack.cache_clear()
 
     def broken(*_):
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(weighted.torch.ops.mkldnn, "_convolution_pointwise", broken)
-    assert weighted.can_pack() is False
-    weighted.can_pack.cache_clear()
+    monkeypatch.setattr(windows.torch.ops.mkldnn, "_convolution_pointwise", broken)
+    assert windows.can_pack() is False
+    windows.can_pack.cache_clear()
 
 
 def test_a_net_can_change_its_input_size_between_merged_forwards(write):

@@ -10,10 +10,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from amct.caffe.engine.layers import pooling
-from amct.caffe.engine.layers.pooling import PoolWindow, Window, average_pool, max_pool, max_pool_values
 from amct.caffe.engine.messages import parse_message
 from amct.caffe.engine.net import Net
+from amct.caffe.engine.windows import PoolWindow, Window, average_pool, max_pool, max_pool_values
 
 sizes = st.integers(1, 9)
 
@@ -96,7 +95,7 @@ def test_pictures_pooled_by_turns_are_those_pooled_at_once(monkeypatch, layout, 
     window = PoolWindow(kernel=(3, 3), stride=(2, 2), pad=(1, 0))
     pictures = torch.randn(5, 3, 7, 10, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=layout)
     want = torch.cat([max_pool(picture[None], window)[0] for picture in pictures])
-    monkeypatch.setattr(pooling, "INDICES_AT_ONCE", room)
+    monkeypatch.setattr("amct.caffe.engine.windows.INDICES_AT_ONCE", room)
     with torch.no_grad():
         got = max_pool_values(pictures, window)
     assert got.shape == (5, 3, 4, 5)

@@ -13,8 +13,8 @@ from onnx_running import compare, feed, has_open_batch, run
 from amct.caffe.engine.layer import layer_class, layer_types
 from amct.caffe.engine.messages import parse_message
 from amct.caffe.engine.net import Net
+from amct.caffe.engine.onnx_place import form_of
 from amct.caffe.model import INSERTED_TYPES
-from amct.caffe.onnx.forms.place import form_of
 from amct.caffe.onnx.graph import float_onnx
 
 IMAGE = (2, 6, 8, 8)

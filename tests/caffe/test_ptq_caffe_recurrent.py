@@ -246,16 +246,16 @@ def test_flipping_one_bit_of_any_matrix_or_bias_changes_the_output(kind, tmp_pat
 
 def test_products_are_of_integers(tmp_path, monkeypatch):
     """What reaches the matrix product: int8 or int16 data and states, int8 weights, int32 biases."""
-    from amct.caffe.engine.layers import recurrent
+    from amct.caffe.engine.layers import integer
 
     seen = []
-    real = recurrent.integer_linear
+    real = integer.integer_linear
 
     def watching(x, weight, bias=None, **options):
         seen.append((str(x.dtype), str(weight.dtype), None if bias is None else str(bias.dtype)))
         return real(x, weight, bias, **options)
 
-    monkeypatch.setattr(recurrent, "integer_linear", watching)
+    monkeypatch.setattr(integer, "integer_linear", watching)
     for bits, kind in ((8, "torch.int8"), (12, "torch.int16")):
         (tmp_path / str(bits)).mkdir()
         deploy = calibrated("RNN", tmp_path / str(bits), bits=bits).result("deploy")

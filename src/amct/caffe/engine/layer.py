@@ -35,8 +35,8 @@
 * ``channel_affine`` lets the engine fold a layer into the convolution before it; ``shares_memory`` marks layers whose
   top has the same memory as the bottom in Caffe (Reshape, Flatten, Split).
 * ``moves_values`` marks layers that only move or select values: deploy models run them on integers.
-* ONNX: a method ``to_onnx(self, place)`` writes the layer's nodes (see ``amct.caffe.onnx.forms.place``). For the types
-  of this project it is in ``amct.caffe.onnx.forms``, so that the engine does not need onnx. It is optional.
+* ONNX: a method ``to_onnx(self, place)`` writes the layer's nodes (see ``onnx_place.py``). Without it the layer runs
+  and is quantized, but has no ONNX file.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from amct.caffe.engine.layers.input import DummyData, Input, Parameter
 from amct.caffe.engine.layers.losses import LossLayer
 from amct.caffe.engine.messages import located_in, read_message
 from amct.caffe.engine.net import Net
-from amct.caffe.onnx.forms.place import FollowsBatchError, Place, form_of
+from amct.caffe.engine.onnx_place import FollowsBatchError, Place, form_of
 from amct.errors import AmctError, ArgumentError, ExportError, did_you_mean
 from amct.export.formats import save_model
 from amct.export.onnx.messages import GraphWriter, check_valid, reads
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.graph import LayerNode
     from amct.caffe.engine.layer import Layer
-    from amct.caffe.onnx.forms.place import Dims
+    from amct.caffe.engine.onnx_place import Dims
     from amct.export.onnx.kept_weights import KeptWeights
 
 
@@ -277,7 +277,7 @@ class _Export:
         )
         self._bottoms[layer.name] = tuple(place.bottoms)
         before = len(self.writer.nodes)
-        form(place)
+        form(layer, place)
         self._nodes[layer.name] = tuple(one.name for one in self.writer.nodes[before:])
         for position, tensor in enumerate(tops):
             source = place.aliases.get(position, tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -19,13 +19,11 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.layer import Activation
     from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.engine.onnx_place import Place
 
 
 class Elementwise(Layer):
     """top = function(bottom), applied to each value; the shape stays."""
-
-    plain: ClassVar[Callable[..., torch.Tensor]]
-    """The function, of a subclass without options; one with options overrides ``function``."""
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """function(bottom)."""
@@ -33,7 +31,35 @@ class Elementwise(Layer):
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
         """The function of the layer with its options."""
-        return type(self).plain(bottom)
+        raise NotImplementedError
+
+
+#: Functions without options, by layer type: torch's function, and the ONNX operator.
+_PLAIN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "TanH": (torch.tanh, "Tanh"),
+    "Hswish": (functional.hardswish, "HardSwish"),
+    "HardSwish": (functional.hardswish, "HardSwish"),
+    "HSwish": (functional.hardswish, "HardSwish"),
+    "Sqrt": (torch.sqrt, "Sqrt"),
+    "Ceil": (torch.ceil, "Ceil"),
+    "Sign": (torch.sign, "Sign"),
+    "Cos": (torch.cos, "Cos"),
+    "Sin": (torch.sin, "Sin"),
+    "Erf": (torch.erf, "Erf"),
+}
+
+
+@register(*_PLAIN)
+class Plain(Elementwise):
+    """A function without options, that of the layer's type."""
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """Torch's function."""
+        return _PLAIN[self.type][0](bottom)
+
+    def to_onnx(self, place: Place) -> None:
+        """The ONNX operator of the same function."""
+        place.top(_PLAIN[self.type][1], place.bottom)
 
 
 @register("ReLU")
@@ -59,6 +85,13 @@ class ReLU(Elementwise):
         """ReLU, or leaky ReLU if negative_slope is not 0."""
         return ("leaky_relu", (self.slope,)) if self.slope != 0 else ("relu", ())
 
+    def to_onnx(self, place: Place) -> None:
+        """Relu, or LeakyRelu if negative_slope is not 0."""
+        if self.slope:
+            place.top("LeakyRelu", place.bottom, alpha=self.slope)
+        else:
+            place.top("Relu", place.bottom)
+
 
 @register("Sigmoid")
 class Sigmoid(Elementwise):
@@ -68,12 +101,9 @@ class Sigmoid(Elementwise):
         """1 / (1 + exp(-x))."""
         return torch.sigmoid_(bottom) if self.may_overwrite else torch.sigmoid(bottom)
 
-
-@register("TanH")
-class TanH(Elementwise):
-    """y = tanh(x)."""
-
-    plain = torch.tanh
+    def to_onnx(self, place: Place) -> None:
+        """Sigmoid."""
+        place.top("Sigmoid", place.bottom)
 
 
 @register("ELU")
@@ -85,6 +115,10 @@ class ELU(Elementwise):
         alpha: float = self.parameter.elu_param.alpha
         return functional.elu(bottom, alpha)
 
+    def to_onnx(self, place: Place) -> None:
+        """Elu."""
+        place.top("Elu", place.bottom, alpha=float(self.parameter.elu_param.alpha))
+
 
 @register("AbsVal")
 class AbsVal(Elementwise):
@@ -92,7 +126,13 @@ class AbsVal(Elementwise):
 
     allows_in_place = False
 
-    plain = torch.abs
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """Return |x|."""
+        return bottom.abs()
+
+    def to_onnx(self, place: Place) -> None:
+        """Abs."""
+        place.top("Abs", place.bottom)
 
 
 @register("BNLL")
@@ -104,6 +144,10 @@ class BNLL(Elementwise):
         positive = torch.maximum(bottom, bottom.new_zeros(()))  # unlike clamp, its gradient at 0 is 0.5
         return positive + torch.log1p(torch.exp(-bottom.abs()))
 
+    def to_onnx(self, place: Place) -> None:
+        """Softplus."""
+        place.top("Softplus", place.bottom)
+
 
 @register("Swish")
 class Swish(Elementwise):
@@ -113,6 +157,13 @@ class Swish(Elementwise):
         """Return x * sigmoid(beta * x)."""
         beta: float = self.parameter.swish_param.beta
         return bottom * torch.sigmoid(beta * bottom)
+
+    def to_onnx(self, place: Place) -> None:
+        """Mul(x, Sigmoid(beta * x))."""
+        beta, inner = float(self.parameter.swish_param.beta), place.bottom
+        if beta != 1.0:
+            inner = place.step("inner", "Mul", inner, place.value("beta", beta))
+        place.top("Mul", place.bottom, place.step("gate", "Sigmoid", inner))
 
 
 @register("Clip")
@@ -140,6 +191,11 @@ class Clip(Elementwise):
         """A hardtanh with the bounds min and max."""
         return "hardtanh", (self.low, self.high)
 
+    def to_onnx(self, place: Place) -> None:
+        """Clip."""
+        limits = place.value("minimum", float(self.low)), place.value("maximum", float(self.high))
+        place.top("Clip", place.bottom, *limits)
+
 
 @register("Threshold")
 class Threshold(Elementwise):
@@ -149,6 +205,11 @@ class Threshold(Elementwise):
         """1 if x > threshold else 0."""
         threshold: float = self.parameter.threshold_param.threshold
         return (bottom > threshold).to(bottom.dtype)
+
+    def to_onnx(self, place: Place) -> None:
+        """Greater, cast to float."""
+        limit = float(self.parameter.threshold_param.threshold)
+        place.top("Cast", place.step("above", "Greater", place.bottom, place.value("threshold", limit)), to=1)
 
 
 @register("Dropout")
@@ -182,6 +243,15 @@ class Dropout(Elementwise):
         is_identity = self.scale_train and not self.drops
         return ChannelAffine.scale(torch.ones(1, device=current_device())) if is_identity else None
 
+    def to_onnx(self, place: Place) -> None:
+        """The identity, or a multiplication by 1 - p where training does not divide (``scale_train: false``)."""
+        if self.drops:
+            raise place.error("it drops values at random; set sample_weights_test: false")
+        if self.scale_train:
+            place.alias(place.bottom)
+        else:
+            place.top("Mul", place.bottom, place.value("kept", 1.0 - float(self.ratio)))
+
 
 @register("PReLU")
 class PReLU(Layer):
@@ -209,6 +279,11 @@ class PReLU(Layer):
         slopes = parameters[0]
         return [torch.prelu(bottoms[0], slopes.reshape(1) if self.shared else slopes)]
 
+    def to_onnx(self, place: Place) -> None:
+        """PRelu; slopes per channel are reshaped to (C, 1, ...)."""
+        behind = 0 if self.shared else len(place.bottom_dims[0]) - 2
+        place.top("PRelu", place.bottom, place.parameter(0, "slope", (self.blobs[0].count, *(1,) * behind)))
+
 
 SIX = 6.0
 
@@ -230,26 +305,41 @@ class ReLU6(Elementwise):
         """A hardtanh with the bounds 0 and 6, if negative_slope is 0."""
         return None if self.slope else ("hardtanh", (0.0, SIX))
 
-
-@register("Hswish", "HardSwish", "HSwish")
-class Hswish(Elementwise):
-    """y = x * min(max(x + 3, 0), 6) / 6, as in MobileNet v3."""
-
-    plain = functional.hardswish
+    def to_onnx(self, place: Place) -> None:
+        """Clip, plus negative_slope * min(x, 0)."""
+        limits = place.value("minimum", 0.0), place.value("maximum", SIX)
+        if not self.slope:
+            place.top("Clip", place.bottom, *limits)
+            return
+        limited = place.step("limited", "Clip", place.bottom, *limits)
+        negative = place.step("negative", "Min", place.bottom, limits[0])
+        place.top("Add", limited, place.step("sloped", "Mul", negative, place.value("slope", float(self.slope))))
 
 
 @register("HSigmoid")
 class HSigmoid(Elementwise):
     """y = min(max(x + 3, 0), 6) / 6, as in MobileNet v3."""
 
-    plain = functional.hardsigmoid
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """Torch's function."""
+        return functional.hardsigmoid(bottom)
+
+    def to_onnx(self, place: Place) -> None:
+        """HardSigmoid with MobileNet's slope."""
+        place.top("HardSigmoid", place.bottom, alpha=1 / SIX, beta=0.5)
 
 
 @register("Mish")
 class Mish(Elementwise):
     """y = x * tanh(log(1 + exp(x))), as in YOLO v4."""
 
-    plain = functional.mish
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """Torch's function."""
+        return functional.mish(bottom)
+
+    def to_onnx(self, place: Place) -> None:
+        """Mul(x, Tanh(Softplus(x))): ONNX has Mish from opset 18 on only."""
+        place.top("Mul", place.bottom, place.step("gate", "Tanh", place.step("soft", "Softplus", place.bottom)))
 
 
 @register("RReLU")
@@ -269,47 +359,9 @@ class RReLU(Elementwise):
             return functional.rrelu(bottom, self.lower, self.upper, training=True)
         return functional.leaky_relu(bottom, (self.lower + self.upper) / 2)
 
-
-@register("Sqrt")
-class Sqrt(Elementwise):
-    """y = sqrt(x)."""
-
-    plain = torch.sqrt
-
-
-@register("Ceil")
-class Ceil(Elementwise):
-    """The smallest integer >= x; not differentiable."""
-
-    plain = torch.ceil
-
-
-@register("Sign")
-class Sign(Elementwise):
-    """-1, 0 or 1 by the sign of x; not differentiable."""
-
-    plain = torch.sign
-
-
-@register("Cos")
-class Cos(Elementwise):
-    """y = cos(x), x in radians."""
-
-    plain = torch.cos
-
-
-@register("Sin")
-class Sin(Elementwise):
-    """y = sin(x), x in radians."""
-
-    plain = torch.sin
-
-
-@register("Erf")
-class Erf(Elementwise):
-    """y = erf(x), the error function."""
-
-    plain = torch.erf
+    def to_onnx(self, place: Place) -> None:
+        """LeakyRelu with the mean of lower and upper."""
+        place.top("LeakyRelu", place.bottom, alpha=(self.lower + self.upper) / 2)
 
 
 @register("CReLU")
@@ -327,6 +379,16 @@ class CReLU(TensorOperator):
         options = self.parameter.crelu_param
         both = torch.cat([bottoms[0], -bottoms[0]], options.concat_axis)
         return [functional.leaky_relu(both, options.negative_slope) if options.negative_slope else torch.relu(both)]
+
+    def to_onnx(self, place: Place) -> None:
+        """Relu of Concat(x, -x)."""
+        options = self.parameter.crelu_param
+        opposite = place.step("opposite", "Neg", place.bottom)
+        both = place.step("both", "Concat", place.bottom, opposite, axis=int(options.concat_axis))
+        if options.negative_slope:
+            place.top("LeakyRelu", both, alpha=float(options.negative_slope))
+        else:
+            place.top("Relu", both)
 
 
 NATURAL = -1.0
@@ -358,6 +420,16 @@ class Power(Elementwise):
         scale, shift = (torch.tensor([value], dtype=torch.float64) for value in (self.scale, self.shift))
         return ChannelAffine(scale, shift)
 
+    def to_onnx(self, place: Place) -> None:
+        """Mul, Add and Pow, without those that are the identity."""
+        if self.power == 0 or self.scale == 0:
+            value = 1.0 if self.power == 0 else float(self.shift) ** float(self.power)
+            place.arithmetic(place.bottom, [("zero", "Mul", 0.0), ("constant", "Add", value)])
+            return
+        steps = (("scale", "Mul", self.scale, 1), ("shift", "Add", self.shift, 0), ("power", "Pow", self.power, 1))
+        needed = [(part, operator, float(value)) for part, operator, value, neutral in steps if value != neutral]
+        place.arithmetic(place.bottom, needed)
+
 
 def _power(base: float, power: float) -> float:
     return float(torch.tensor(base).pow(power))
@@ -381,6 +453,16 @@ class Exp(Elementwise):
         result = torch.exp(bottom if self.inner == 1 else bottom * self.inner)
         return result if self.outer == 1 else result * self.outer
 
+    def to_onnx(self, place: Place) -> None:
+        """Mul, Exp, Mul."""
+        tensor = place.bottom
+        if self.inner != 1:
+            tensor = place.step("inner", "Mul", tensor, place.value("inner_factor", float(self.inner)))
+        if self.outer == 1:
+            place.top("Exp", tensor)
+        else:
+            place.top("Mul", place.step("exp", "Exp", tensor), place.value("outer_factor", float(self.outer)))
+
 
 @register("Log")
 class Log(Elementwise):
@@ -399,3 +481,15 @@ class Log(Elementwise):
         inner = bottom if (options.scale, options.shift) == (1.0, 0.0) else bottom * options.scale + options.shift
         result = torch.log(inner)
         return result if self.factor == 1 else result * self.factor
+
+    def to_onnx(self, place: Place) -> None:
+        """Mul, Add, Log, Mul."""
+        tensor = place.bottom
+        if self.options.scale != 1:
+            tensor = place.step("scale", "Mul", tensor, place.value("scale_factor", float(self.options.scale)))
+        if self.options.shift != 0:
+            tensor = place.step("shift", "Add", tensor, place.value("shift_amount", float(self.options.shift)))
+        if self.factor == 1:
+            place.top("Log", tensor)
+        else:
+            place.top("Mul", place.step("log", "Log", tensor), place.value("base_factor", float(self.factor)))

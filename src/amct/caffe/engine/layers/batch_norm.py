@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Blob, Shape
     from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.engine.onnx_place import Dims, Place
 
 
 STATISTICS = 3
@@ -101,6 +102,24 @@ class BatchNorm(Layer):
         with torch.no_grad():
             for blob, new in zip(self.blobs, news, strict=True):
                 blob.set_tensor(blob.tensor * self.fraction + new)
+
+    def to_onnx(self, place: Place) -> None:
+        """BatchNormalization with scale 1 and shift 0; from Reduce operators if the layer uses batch statistics."""
+        axes = len(place.bottom_dims[0])
+        if not self.use_global:
+            place.top("Div", *place.centred_and_deviation(place.bottom, [0, *range(2, axes)], float(self.eps)))
+            return
+        mean, variance_values = (tensor.numpy().astype(np.float32) for tensor in self.statistics())
+        if axes == 1:
+            deviation = np.sqrt(variance_values.astype(np.float64) + self.eps)
+            place.arithmetic(place.bottom, [("mean", "Sub", float(mean[0])), ("deviation", "Div", float(deviation[0]))])
+            return
+        ones, zeros = np.ones(self.channels, np.float32), np.zeros(self.channels, np.float32)
+        names = ("scale", "shift", "mean", "variance")
+        values = [
+            place.value(name, array) for name, array in zip(names, (ones, zeros, mean, variance_values), strict=True)
+        ]
+        place.top("BatchNormalization", place.bottom, *values, epsilon=float(self.eps))
 
 
 logger = logging.getLogger(__name__)
@@ -290,6 +309,24 @@ class BN(Layer):
             for blob, new in zip(self.blobs[SCALE_AND_SHIFT:], (mean, variance), strict=True):
                 blob.set_tensor(blob.tensor * momentum + new.reshape(blob.shape) * (1 - momentum))
 
+    def to_onnx(self, place: Place) -> None:
+        """Mul and Add; behind a normalization by Reduce operators if the layer uses batch statistics."""
+        axes = len(place.bottom_dims[0])
+        shape = (self.channels, *(1,) * (axes - 2))
+        affine = self.channel_affine()
+        if affine is not None:
+            values = [each.float().reshape(shape).numpy() for each in (affine.multiplier, affine.addend)]
+            scaled = place.step("scaled", "Mul", place.bottom, place.value("scale", values[0]))
+            place.top("Add", scaled, place.value("shift", values[1]))
+            return
+        if len(place.tops) > 1:
+            raise place.error("its further tops (mean, variance) have no ONNX form")
+        parts = place.centred_and_deviation(place.bottom, [0, *range(2, axes)], float(self.eps))
+        scaled = place.step(
+            "scaled", "Mul", place.step("normalized", "Div", *parts), place.parameter(0, "scale", shape)
+        )
+        place.top("Add", scaled, place.parameter(1, "shift", shape))
+
 
 class _Broadcast(Layer):
     """The common part of Scale and Bias: an operand whose axes match those of the bottom from ``axis`` on."""
@@ -329,6 +366,17 @@ class _Broadcast(Layer):
         """Whether the operand is a parameter with one value per channel (axis 1)."""
         return len(self.bottom_blobs) == 1 and self.options.axis in (1, -3) and len(self.blobs[0].shape) == 1
 
+    @property
+    def trimmed(self) -> Shape:
+        """The shape that broadcasts without leading axes of size 1, which runtimes fold more often."""
+        start = next((index for index, size in enumerate(self.broadcast) if size != 1), len(self.broadcast))
+        return self.broadcast[start:]
+
+    def operand_dims(self, place: Place) -> Dims:
+        """The shape in which a second bottom broadcasts to the first in ONNX."""
+        pairs = zip(place.bottom_dims[0], self.broadcast, strict=True)
+        return tuple(None if known is None and size != 1 else size for known, size in pairs)
+
 
 @register("Scale")
 class Scale(_Broadcast):
@@ -354,6 +402,18 @@ class Scale(_Broadcast):
         """Scale and bias, if both have one value per channel."""
         return ChannelAffine.scale(*(blob.tensor for blob in self.blobs)) if self.is_per_channel else None
 
+    def to_onnx(self, place: Place) -> None:
+        """Mul, and Add if there is a bias."""
+        if len(place.bottoms) > 1:
+            factor = place.reshaped(place.bottoms[1], self.operand_dims(place), "factor")
+        else:
+            factor = place.parameter(0, "scale", self.trimmed)
+        if not self.options.bias_term:
+            place.top("Mul", place.bottom, factor)
+            return
+        product = place.step("product", "Mul", place.bottom, factor)
+        place.top("Add", product, place.parameter(len(self.blobs) - 1, "shift", self.trimmed))
+
 
 @register("Bias")
 class Bias(_Broadcast):
@@ -373,3 +433,10 @@ class Bias(_Broadcast):
     def channel_affine(self) -> ChannelAffine | None:
         """The bias, if it has one value per channel."""
         return ChannelAffine.bias(self.blobs[0].tensor) if self.is_per_channel else None
+
+    def to_onnx(self, place: Place) -> None:
+        """Add."""
+        if len(place.bottoms) > 1:
+            place.top("Add", place.bottom, place.reshaped(place.bottoms[1], self.operand_dims(place), "addend"))
+        else:
+            place.top("Add", place.bottom, place.parameter(0, "shift", self.trimmed))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct.caffe.engine.layer import Layer, canonical_axis, count, register, require_same_shape
+from amct.caffe.engine.onnx_place import BOOL, INT64, Place, fixed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +38,11 @@ class Split(Layer):
         if not bottom.requires_grad:
             return [bottom] * len(self.top_blobs)
         return [bottom.view_as(bottom) for _ in self.top_blobs]
+
+    def to_onnx(self, place: Place) -> None:
+        """Aliases: an ONNX tensor may have several readers."""
+        for index in range(len(place.tops)):
+            place.alias(place.bottom, index)
 
 
 def _read_axis(layer: Layer, options: ProtoMessage, old_name: str, shape: Shape) -> int:
@@ -78,6 +84,13 @@ class Concat(Layer):
         """Concatenate."""
         return [torch.cat(bottoms, self.axis)]
 
+    def to_onnx(self, place: Place) -> None:
+        """Concat."""
+        if len(place.bottoms) == 1:
+            place.alias(place.bottom)
+        else:
+            place.top("Concat", *place.bottoms, axis=self.axis)
+
 
 @register("Slice")
 class Slice(Layer):
@@ -116,6 +129,14 @@ class Slice(Layer):
         """Copies, because a later in-place layer must not change the bottom."""
         return [piece.clone() for piece in torch.split(bottoms[0], self.sizes, self.axis)]
 
+    def to_onnx(self, place: Place) -> None:
+        """ONNX's Split."""
+        if len(place.tops) == 1:
+            place.alias(place.bottom)
+            return
+        fixed([dims[self.axis] for dims in place.top_dims])
+        place.node("Split", "", [place.bottom, place.value("sizes", self.sizes)], place.tops, axis=self.axis)
+
 
 @register("Tile")
 class Tile(Layer):
@@ -136,6 +157,12 @@ class Tile(Layer):
         times = [1] * bottoms[0].dim()
         times[self.axis] = self.parameter.tile_param.tiles
         return [bottoms[0].repeat(times)]
+
+    def to_onnx(self, place: Place) -> None:
+        """Tile."""
+        times = [1] * len(place.bottom_dims[0])
+        times[self.axis] = self.parameter.tile_param.tiles
+        place.top("Tile", place.bottom, place.value("times", times))
 
 
 PROD, SUM, MAX = 0, 1, 2
@@ -215,6 +242,28 @@ class Eltwise(Layer):
             result = torch.add(result, other, alpha=coefficient)
         return result
 
+    def to_onnx(self, place: Place) -> None:
+        """A chain of Add or Mul, or Max; a single bottom is multiplied by its coefficient."""
+        if len(place.bottoms) == 1:
+            place.top("Mul", place.bottom, place.value("coefficient", float(self.coefficients[0])))
+            return
+        if self.operation == MAX:
+            place.top("Max", *place.bottoms)
+            return
+        operator = "Mul" if self.operation == PROD else "Add"
+        operands = []
+        for index, (bottom, coefficient) in enumerate(zip(place.bottoms, self.coefficients, strict=True)):
+            weighted = bottom
+            if coefficient != 1.0:
+                weighted = place.step(
+                    f"weighted{index}", "Mul", bottom, place.value(f"coefficient{index}", float(coefficient))
+                )
+            operands.append(weighted)
+        total = operands[0]
+        for index, operand in enumerate(operands[1:-1], 1):
+            total = place.step(f"partial{index}", operator, total, operand)
+        place.top(operator, total, operands[-1])
+
 
 @register("BatchReindex")
 class BatchReindex(Layer):
@@ -237,6 +286,10 @@ class BatchReindex(Layer):
                 f"an index lies outside 0..{bottoms[0].shape[0] - 1}: {int(index.min())}..{int(index.max())}"
             )
         return [bottoms[0].index_select(0, index)]
+
+    def to_onnx(self, place: Place) -> None:
+        """Gather of samples."""
+        place.top("Gather", place.bottom, place.step("index", "Cast", place.bottoms[1], to=INT64), axis=0)
 
 
 @register("Filter")
@@ -267,6 +320,13 @@ class Filter(Layer):
         """Select the samples."""
         kept = bottoms[-1].detach().reshape(-1).nonzero().reshape(-1)
         return [bottom.index_select(0, kept) for bottom in bottoms[:-1]]
+
+    def to_onnx(self, place: Place) -> None:
+        """Compress by the last bottom."""
+        selector = place.reshaped(place.bottoms[-1], (None,), "selector")
+        kept = place.step("kept", "Cast", selector, to=BOOL)
+        for index, bottom in enumerate(place.bottoms[:-1]):
+            place.top("Compress", bottom, kept, index=index, axis=0)
 
 
 @register("Silence")

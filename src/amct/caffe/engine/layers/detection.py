@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from amct.caffe.engine.layer import Layer, count, register, require_image
+from amct.caffe.engine.onnx_place import Place, fixed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -184,6 +185,11 @@ class PriorBox(Layer):
             corners = corners.clamp(0, 1)
         row = torch.tensor(self.variances * (CORNERS // len(self.variances)))
         return torch.stack([corners.reshape(-1), row.repeat(corners.numel() // CORNERS)]).unsqueeze(0)
+
+    def to_onnx(self, place: Place) -> None:
+        """A constant, because the result depends on the shapes only."""
+        pictures = [torch.empty(1, 1, *fixed(dims[2:])) for dims in place.bottom_dims]
+        place.alias(place.value("boxes", self.forward(pictures, [])[0].numpy()))
 
 
 CORNER, CENTER_SIZE, CORNER_SIZE = 1, 2, 3

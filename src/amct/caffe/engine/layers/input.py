@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from amct.caffe.engine.blob import Blob, Shape
+    from amct.caffe.engine.onnx_place import Place
 
 
 @register("Input")
@@ -66,6 +67,10 @@ class Parameter(Layer):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """A view of the parameter."""
         return [parameters[0].view_as(parameters[0])]
+
+    def to_onnx(self, place: Place) -> None:
+        """A constant."""
+        place.alias(place.parameter(0, "value"))
 
 
 @register("DummyData")
@@ -119,6 +124,15 @@ class DummyData(Layer):
             if filler.type != "constant":
                 seed = int(torch.randint(2**62, ()).item())
                 blob.set_tensor(filler_function(filler, shape, self.name)(torch.Generator().manual_seed(seed)))
+
+    def to_onnx(self, place: Place) -> None:
+        """A constant; random data is an error."""
+        for index, (blob, filler) in enumerate(zip(self.top_blobs, self.fillers, strict=True)):
+            if filler.type != "constant":
+                raise place.error(
+                    f"its data is random ({filler.type}), which an ONNX file cannot express; make it an Input"
+                )
+            place.alias(place.value(f"value{index}", blob.tensor.detach().numpy()), index)
 
 
 _AXES = 4

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.layer import AutogradContext
+    from amct.caffe.engine.onnx_place import Place
 
 
 FULL, VALID, BATCH_SIZE, NONE = 0, 1, 2, 3
@@ -245,6 +246,10 @@ class Softmax(Layer):
             columns = torch.softmax(bottom.transpose(axis - 1, axis).contiguous(), axis - 1)
             return [columns.transpose(axis - 1, axis).contiguous()]
         return [torch.softmax(bottom, axis)]
+
+    def to_onnx(self, place: Place) -> None:
+        """Softmax."""
+        place.top("Softmax", place.bottom, axis=self.axis)
 
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

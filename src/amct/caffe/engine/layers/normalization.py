@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import IMAGE_BLOB_AXES, Layer, canonical_axis, register, require_image
+from amct.caffe.engine.onnx_place import Place, fixed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +52,20 @@ class LRN(Layer):
             base = options.k + options.alpha / size * sums
         return [bottom * base.pow(-options.beta)]
 
+    def to_onnx(self, place: Place) -> None:
+        """LRN across channels; within a channel computed from an AveragePool of squares."""
+        options = self.options
+        size, alpha, beta = int(options.local_size), float(options.alpha), float(options.beta)
+        if options.norm_region != WITHIN_CHANNEL:
+            place.top("LRN", place.bottom, size=size, alpha=alpha, beta=beta, bias=float(options.k))
+            return
+        squares = place.step("squares", "Mul", place.bottom, place.bottom)
+        window = {"kernel_shape": [size, size], "strides": [1, 1], "pads": [size // 2] * 4, "count_include_pad": 1}
+        mean = place.step("mean", "AveragePool", squares, **window)
+        weighted = place.step("weighted", "Mul", mean, place.value("alpha", alpha))
+        base = place.step("base", "Add", weighted, place.value("one", 1.0))
+        place.top("Mul", place.bottom, place.step("factor", "Pow", base, place.value("exponent", -beta)))
+
 
 @register("MVN")
 class MVN(Layer):
@@ -74,6 +90,20 @@ class MVN(Layer):
         if self.options.normalize_variance:
             return [_Normalized.apply(flat, self.options.eps).reshape(bottom.shape)]  # type: ignore[no-untyped-call]
         return [(flat - flat.mean(1, keepdim=True)).reshape(bottom.shape)]
+
+    def to_onnx(self, place: Place) -> None:
+        """(x - mean) / (deviation + eps) of each row."""
+        options, dims = self.options, place.bottom_dims[0]
+        behind = dims[1:] if options.across_channels else dims[2:]
+        rows = place.reshaped(place.bottom, (None, math.prod(fixed(behind))), "rows")
+        if not options.normalize_variance:
+            mean = place.reduced("mean", "ReduceMean", rows, [1])
+            place.top_reshaped(place.step("centred", "Sub", rows, mean))
+            return
+        centred, variance = place.centred(rows, [1])
+        deviation = place.step("deviation", "Sqrt", variance)
+        divisor = place.step("divisor", "Add", deviation, place.value("eps", float(options.eps)))
+        place.top_reshaped(place.step("normalized", "Div", centred, divisor))
 
 
 class _Normalized(torch.autograd.Function):
@@ -115,6 +145,14 @@ class GroupNorm(Layer):
         options = self.parameter.group_norm_param
         return [functional.group_norm(bottoms[0], options.group_num, eps=options.eps)]
 
+    def to_onnx(self, place: Place) -> None:
+        """Normalize each group as a row."""
+        options = self.parameter.group_norm_param
+        shape = place.value("groups", [0, int(options.group_num), -1])  # 0 keeps the batch size
+        rows = place.step("rows", "Reshape", place.bottom, shape)
+        parts = place.centred_and_deviation(rows, [2], float(options.eps))
+        place.top_reshaped(place.step("normalized", "Div", *parts))
+
 
 @register("LayerNormalization")
 class LayerNormalization(Layer):
@@ -152,6 +190,17 @@ class LayerNormalization(Layer):
         bias = factors[1] if len(factors) > 1 else None
         return [functional.layer_norm(bottom, bottom.shape[self.axis :], scale, bias, self.options.epsilon)]
 
+    def to_onnx(self, place: Place) -> None:
+        """Normalize the last axes, multiply by the scale, add the bias."""
+        axes = list(range(self.axis, len(place.bottom_dims[0])))
+        factors = place.bottoms[1:] or [place.parameter(index, f"factor{index}") for index in range(len(self.blobs))]
+        parts = place.centred_and_deviation(place.bottom, axes, float(self.options.epsilon))
+        normalized = place.step("normalized", "Div", *parts)
+        if len(factors) == 1:
+            place.top("Mul", normalized, factors[0])
+        else:
+            place.top("Add", place.step("scaled", "Mul", normalized, factors[0]), factors[1])
+
 
 @register("Permute")
 class Permute(Layer):
@@ -180,6 +229,10 @@ class Permute(Layer):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Permute and copy."""
         return [bottoms[0].permute(self.order).clone(memory_format=torch.contiguous_format)]
+
+    def to_onnx(self, place: Place) -> None:
+        """Transpose."""
+        place.top("Transpose", place.bottom, perm=list(self.order))
 
 
 @register("Normalize")
@@ -210,3 +263,13 @@ class Normalize(Layer):
         norm = (bottom * bottom).sum(axes, keepdim=True).add(self.options.eps).sqrt()
         scale = parameters[0].reshape(1, -1, *(1,) * (bottom.dim() - 2))
         return [bottom / norm * scale]
+
+    def to_onnx(self, place: Place) -> None:
+        """Return scale * x / sqrt(sum(x^2) + eps)."""
+        axes = len(place.bottom_dims[0])
+        over = list(range(1, axes)) if self.options.across_spatial else [1]
+        squares = place.step("squares", "Mul", place.bottom, place.bottom)
+        total = place.reduced("total", "ReduceSum", squares, over)
+        shifted = place.step("shifted", "Add", total, place.value("eps", float(self.options.eps)))
+        quotient = place.step("quotient", "Div", place.bottom, place.step("norm", "Sqrt", shifted))
+        place.top("Mul", quotient, place.parameter(0, "scale", (self.blobs[0].count, *(1,) * (axes - 2))))

@@ -1,4 +1,4 @@
-"""Windows over images: those of convolutions, Pooling with Caffe's window rules, and SPP, which is built from it.
+"""Pooling with Caffe's window rules, and SPP, which is built from it.
 
 The output size of a pooling is rounded up (unless ``round_mode`` is FLOOR or ``ceil_mode`` false); a last window that
 would start in the padding is dropped; MAX ignores the padding; AVE divides by the area of the window inside the padded
@@ -8,160 +8,71 @@ image.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer, register, require_image
+from amct.caffe.engine.onnx_place import FLOAT, Place, fixed
+from amct.caffe.engine.windows import (
+    LOWEST,
+    PoolWindow,
+    average_pool,
+    bind_max_pool,
+    max_pool,
+    max_pool_values,
+    size_pair,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.layer import Call
     from amct.caffe.engine.messages import ProtoMessage
 
-    Convolve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-SPATIAL_AXES = 2
-"""Of images: rows and columns."""
 MAX, AVE, STOCHASTIC = 0, 1, 2
 FLOOR = 1
-LOWEST = torch.finfo(torch.float32).min
-INDICES_AT_ONCE = 1 << 18  # 2 MB; torch's max pooling always writes int64 indices too
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolWindow:
-    """Kernel, stride and padding as (height, width), and the rounding of the output size."""
-
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    pad: tuple[int, int]
-    floor: bool = False
-
-    def output(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """The output's (height, width)."""
-        results = []
-        for size, kernel, stride, pad in zip(sizes, self.kernel, self.stride, self.pad, strict=True):
-            steps = (size + 2 * pad - kernel) / stride
-            results.append((math.floor(steps) if self.floor else math.ceil(steps)) + 1)
-        if any(self.pad):
-            for axis in (0, 1):
-                if (results[axis] - 1) * self.stride[axis] >= sizes[axis] + self.pad[axis]:
-                    results[axis] -= 1
-        return results[0], results[1]
-
-    def is_torch_like(self, sizes: Sequence[int], output: tuple[int, int]) -> bool:
-        """Whether torch's pooling with ``ceil_mode`` uses the same windows."""
-        if any(2 * pad > kernel for pad, kernel in zip(self.pad, self.kernel, strict=True)):
-            return False
-        for size, kernel, stride, pad, result in zip(sizes, self.kernel, self.stride, self.pad, output, strict=True):
-            steps = size + 2 * pad - kernel
-            theirs = (steps // stride if self.floor else -(-steps // stride)) + 1
-            if not self.floor and (theirs - 1) * stride >= size + pad:
-                theirs -= 1
-            if theirs != result:
-                return False
-        return True
-
-    def overhang(self, sizes: Sequence[int], output: tuple[int, int]) -> list[int]:
-        """The padding that covers all windows, in torch's order: left, right, top, bottom."""
-        amounts: list[int] = []
-        for axis in (1, 0):
-            end = (output[axis] - 1) * self.stride[axis] + self.kernel[axis]
-            amounts += [self.pad[axis], max(0, end - sizes[axis] - self.pad[axis])]
-        return amounts
+def _fits(window: PoolWindow, ends: tuple[int, int]) -> bool:
+    """Whether ONNX runtimes accept the paddings: each smaller than the kernel."""
+    return all(pad < kernel for pad, kernel in zip((*window.pad, *ends), window.kernel * 2, strict=True))
 
 
-def size_pair(options: ProtoMessage, name: str) -> tuple[int, int]:
-    """Height and width of the kernel, stride or pad of a pooling."""
-    if options.HasField(f"{name}_h") or options.HasField(f"{name}_w"):
-        return getattr(options, f"{name}_h"), getattr(options, f"{name}_w")
-    single: int = getattr(options, "kernel_size" if name == "kernel" else name)
-    return single, single
+def _beyond(window: PoolWindow, ends: tuple[int, int]) -> tuple[int, int]:
+    """How far the last window extends beyond the padded image."""
+    return max(0, ends[0] - window.pad[0]), max(0, ends[1] - window.pad[1])
 
 
-def max_pool(bottom: torch.Tensor, window: PoolWindow) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest value of each window (the first on a tie) and its index, row * width + column."""
-    sizes = bottom.shape[2:]
-    output = window.output(sizes)
-    if window.is_torch_like(sizes, output):
-        values, places = functional.max_pool2d_with_indices(
-            bottom, window.kernel, window.stride, window.pad, ceil_mode=not window.floor
-        )
-        return values, places
-    pads = window.overhang(sizes, output)
-    padded = functional.pad(bottom, pads, value=LOWEST)
-    values, places = functional.max_pool2d_with_indices(padded, window.kernel, window.stride)
-    rows, columns = places // padded.shape[3] - window.pad[0], places % padded.shape[3] - window.pad[1]
-    return values[..., : output[0], : output[1]], (rows * sizes[1] + columns)[..., : output[0], : output[1]]
+def _padded(
+    place: Place, tensor: str, part: str, begin: tuple[int, int], end: tuple[int, int], value: float = 0.0
+) -> str:
+    inputs = [tensor, place.value(f"{part}_amounts", [0, 0, *begin, 0, 0, *end])]
+    if value:
+        inputs.append(place.value(f"{part}_value", value))
+    return place.step(part, "Pad", *inputs)
 
 
-def max_pool_values(bottom: torch.Tensor, window: PoolWindow) -> torch.Tensor:
-    """The largest value of each window."""
-    return bind_max_pool(bottom, window)(bottom)
-
-
-def bind_max_pool(bottom: torch.Tensor, window: PoolWindow) -> Callable[[torch.Tensor], torch.Tensor]:
-    """``max_pool_values`` for bottoms of this shape."""
-    sizes = bottom.shape[2:]
-    output = window.output(sizes)
-    if not window.is_torch_like(sizes, output):
-        return lambda given: max_pool(given, window)[0]
-    pictures = max(1, INDICES_AT_ONCE // max(1, bottom.shape[1] * math.prod(output)))
-    if torch.is_grad_enabled() or bottom.device.type != "cpu" or pictures >= bottom.shape[0]:
-        arguments = window.kernel, window.stride, window.pad, (1, 1), not window.floor
-        return lambda given: torch.max_pool2d(given, *arguments)
-    return lambda given: _max_pool_in_parts(given, window, output, pictures)
-
-
-def _max_pool_in_parts(
-    bottom: torch.Tensor, window: PoolWindow, output: tuple[int, int], pictures: int
-) -> torch.Tensor:
-    """Pool a few images at a time, so that the unused indices take little memory."""
-    is_channels_last = bottom.is_contiguous(memory_format=torch.channels_last) and not bottom.is_contiguous()
-    layout = torch.channels_last if is_channels_last else torch.contiguous_format
-    shape = (bottom.shape[1], *output)
-    values = torch.empty((bottom.shape[0], *shape), dtype=bottom.dtype, memory_format=layout)
-    places = torch.empty((pictures, *shape), dtype=torch.int64, memory_format=layout)
-    for begin in range(0, bottom.shape[0], pictures):
-        part = bottom[begin : begin + pictures]
-        torch.ops.aten.max_pool2d_with_indices.out(
-            part,
-            window.kernel,
-            window.stride,
-            window.pad,
-            ceil_mode=not window.floor,
-            out=values[begin : begin + pictures],
-            indices=places[: part.shape[0]],
-        )
-    return values
-
-
-def average_pool(bottom: torch.Tensor, window: PoolWindow) -> torch.Tensor:
-    """The mean of each window; padding is included, the part of a window beyond the padding is not."""
-    sizes = bottom.shape[2:]
-    output = window.output(sizes)
-    if output == (1, 1) and window.kernel == tuple(sizes) and not any(window.pad):
-        return bottom.mean((2, 3), keepdim=True)
-    if window.is_torch_like(sizes, output):
-        return functional.avg_pool2d(bottom, window.kernel, window.stride, window.pad, ceil_mode=not window.floor)
-    padded = functional.pad(bottom, window.overhang(sizes, output))
-    sums = functional.avg_pool2d(padded, window.kernel, window.stride, divisor_override=1)
-    return sums[..., : output[0], : output[1]] / _areas(window, sizes, output).to(bottom.device)
-
-
-def _areas(window: PoolWindow, sizes: Sequence[int], output: tuple[int, int]) -> torch.Tensor:
-    """The area of each window inside the padded image."""
-    lengths = []
-    for axis in (0, 1):
-        start = torch.arange(output[axis]) * window.stride[axis] - window.pad[axis]
-        end = torch.clamp(start + window.kernel[axis], max=sizes[axis] + window.pad[axis])
-        lengths.append((end - start).to(torch.float32))
-    return lengths[0][:, None] * lengths[1][None, :]
+def _pool(place: Place, window: PoolWindow, method: int, prefix: str = "") -> tuple[str, str, dict[str, Any]]:
+    """Write the nodes before the pooling; returns its input, operator and attributes."""
+    ends = window.ends(fixed(place.bottom_dims[0][2:]))
+    attributes: dict[str, Any] = {"kernel_shape": list(window.kernel), "strides": list(window.stride)}
+    pads = {"pads": [*window.pad, *ends]}
+    if method == MAX:
+        if _fits(window, ends):
+            return place.bottom, "MaxPool", attributes | pads
+        return _padded(place, place.bottom, f"{prefix}pad", window.pad, ends, LOWEST), "MaxPool", attributes
+    beyond = _beyond(window, ends)
+    if not any(beyond) and _fits(window, ends):
+        return place.bottom, "AveragePool", attributes | pads | {"count_include_pad": 1}
+    tensor = place.bottom
+    if any(window.pad):
+        inside = min(ends[0], window.pad[0]), min(ends[1], window.pad[1])
+        tensor = _padded(place, tensor, f"{prefix}pad", window.pad, inside)
+    return tensor, "AveragePool", attributes | {"pads": [0, 0, *beyond], "count_include_pad": 0}
 
 
 @register("Pooling")
@@ -266,6 +177,83 @@ class Pooling(Layer):
             pooled = cells.gather(2, chosen).squeeze(2)
         return pooled.reshape(*bottom.shape[:2], *output)
 
+    def to_onnx(self, place: Place) -> None:
+        """MaxPool or AveragePool, or the global ones with ``global_pooling``."""
+        method = self.options.pool
+        if self.options.global_pooling and len(place.tops) == 1 and method in (MAX, AVE):
+            place.top("GlobalAveragePool" if method == AVE else "GlobalMaxPool", place.bottom)
+        elif method == MAX and len(place.tops) > 1:
+            self._max_with_indices(place)
+        elif method == MAX or (method == AVE and not self._has_empty_window(place)):
+            tensor, operator, attributes = _pool(place, self.window, method)
+            place.top(operator, tensor, **attributes)
+        elif method == AVE:
+            self._average_with_empty_windows(place)
+        else:
+            self._write_stochastic(place)
+
+    def _has_empty_window(self, place: Place) -> bool:
+        beyond = _beyond(self.window, self.window.ends(fixed(place.bottom_dims[0][2:])))
+        return any(over >= kernel for over, kernel in zip(beyond, self.window.kernel, strict=True))
+
+    def _max_with_indices(self, place: Place) -> None:
+        """MaxPool with indices.
+
+        Caffe's count from the start of each plane; ONNX's from the start of the (padded) tensor.
+        """
+        tensor, operator, attributes = _pool(place, self.window, MAX)
+        height, width = fixed(place.bottom_dims[0][2:])
+        top, left = (0, 0)
+        if tensor != place.bottom:
+            (top, left), ends = self.window.pad, self.window.ends((height, width))
+            height, width = height + top + ends[0], width + left + ends[1]
+        places = place.writer.tensor(f"{self.name}.places")
+        place.node(operator, "", [tensor], [place.tops[0], places], **attributes)
+        inside = place.step("inside", "Mod", places, place.value("area", np.int64(height * width)))
+        if tensor != place.bottom:
+            columns = place.value("columns", np.int64(width))
+            row = place.step(
+                "row", "Sub", place.step("padded_row", "Div", inside, columns), place.value("top", np.int64(top))
+            )
+            column = place.step("padded_column", "Mod", inside, columns)
+            column = place.step("column", "Sub", column, place.value("left", np.int64(left)))
+            own = place.value("own_columns", np.int64(fixed(place.bottom_dims[0][3:])[0]))
+            inside = place.step("place", "Add", place.step("start", "Mul", row, own), column)
+        place.writer.node("Cast", f"{self.name}.mask", [inside], [place.tops[1]], to=FLOAT)
+
+    def _average_with_empty_windows(self, place: Place) -> None:
+        """Windows that start beyond the image (only without padding) have an area below 1, by which Caffe divides 0."""
+        window, sizes = self.window, fixed(place.bottom_dims[0][2:])
+        output = window.output(sizes)
+        kept, shares = [], []
+        for axis in (0, 1):
+            start = np.arange(output[axis]) * window.stride[axis]
+            kept.append(int((start < sizes[axis]).sum()))
+            shares.append(np.where(start < sizes[axis], 1, sizes[axis] - start))
+        end = [max(0, (kept[axis] - 1) * window.stride[axis] + window.kernel[axis] - sizes[axis]) for axis in (0, 1)]
+        attributes = {"kernel_shape": list(window.kernel), "strides": list(window.stride), "pads": [0, 0, *end]}
+        mean = place.step("mean", "AveragePool", place.bottom, **attributes, count_include_pad=0)
+        missing = (output[0] - kept[0], output[1] - kept[1])
+        full = _padded(place, mean, "empty", (0, 0), missing)
+        divisor = (shares[0][:, None] * shares[1][None, :]).astype(np.float32)
+        place.top("Div", full, place.value("areas", divisor))
+
+    def _means(self, place: Place, tensor: str, part: str) -> str:
+        """The mean of each whole window, with overhang as zeros."""
+        window, ends = self.window, self.window.ends(fixed(place.bottom_dims[0][2:]))
+        if not _fits(window, ends):
+            raise place.error("some windows lie outside the image: STOCHASTIC pooling in ONNX does not support that")
+        attributes = {"kernel_shape": list(window.kernel), "strides": list(window.stride), "pads": [*window.pad, *ends]}
+        return place.step(part, "AveragePool", tensor, **attributes, count_include_pad=1)
+
+    def _write_stochastic(self, place: Place) -> None:
+        """The expectation at inference: sum(x^2) / sum(x), 0 where the sum is not positive."""
+        squares = place.step("squares", "Mul", place.bottom, place.bottom)
+        total, weighted = self._means(place, place.bottom, "total"), self._means(place, squares, "weighted")
+        zero = place.value("zero", 0.0)
+        is_positive = place.step("positive", "Greater", total, zero)
+        place.top("Where", is_positive, place.step("expectation", "Div", weighted, total), zero)
+
 
 @register("SPP")
 class SPP(Layer):
@@ -308,67 +296,16 @@ class SPP(Layer):
         levels = [pool(bottoms[0], window) for window in self.windows]
         return [levels[0]] if self.levels == 1 else [torch.cat([level.flatten(1) for level in levels], 1)]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """Kernel, stride, padding and dilation along each spatial axis."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    pad: tuple[int, ...]
-    dilation: tuple[int, ...]
-
-    def output(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """floor((size + 2 * pad - dilation * (kernel - 1) - 1) / stride) + 1 for each axis."""
-        return tuple(
-            (size + 2 * pad - (dilation * (kernel - 1) + 1)) // stride + 1
-            for size, kernel, stride, pad, dilation in zip(
-                sizes, self.kernel, self.stride, self.pad, self.dilation, strict=True
-            )
-        )
-
-    def transposed_output(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return stride * (size - 1) + dilation * (kernel - 1) + 1 - 2 * pad for each axis."""
-        return tuple(
-            stride * (size - 1) + dilation * (kernel - 1) + 1 - 2 * pad
-            for size, kernel, stride, pad, dilation in zip(
-                sizes, self.kernel, self.stride, self.pad, self.dilation, strict=True
-            )
-        )
-
-
-def read_window(layer: Layer, options: ProtoMessage, axes: int) -> Window:
-    """Read kernel, stride, padding and dilation from a ConvolutionParameter for ``axes`` spatial axes.
-
-    Raises:
-        ModelError: Sizes are missing, zero, given twice, or of the wrong number.
-    """
-    kernel = _sizes(layer, options, "kernel_size", ("kernel_h", "kernel_w"), axes, None)
-    stride = _sizes(layer, options, "stride", ("stride_h", "stride_w"), axes, 1)
-    pad = _sizes(layer, options, "pad", ("pad_h", "pad_w"), axes, 0)
-    dilation = _sizes(layer, options, "dilation", None, axes, 1)
-    for name, sizes in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation)):
-        if any(size <= 0 for size in sizes):
-            raise layer.error(f"{name}: Filter dimensions must be nonzero, got {sizes}")
-    return Window(kernel=kernel, stride=stride, pad=pad, dilation=dilation)
-
-
-def _sizes(
-    layer: Layer, options: ProtoMessage, name: str, pair: tuple[str, str] | None, axes: int, default: int | None
-) -> tuple[int, ...]:
-    given = list(getattr(options, name))
-    if pair is not None and (options.HasField(pair[0]) or options.HasField(pair[1])):
-        if axes != SPATIAL_AXES:
-            raise layer.error(
-                f"{pair[0]} & {pair[1]} can only be used for 2D convolution, this one has {axes} spatial axes"
-            )
-        if given:
-            raise layer.error(f"Either {name} or {pair[0]}/{pair[1]} should be specified; not both")
-        return getattr(options, pair[0]), getattr(options, pair[1])
-    if not given and default is not None:
-        return (default,) * axes
-    if len(given) not in (1, axes):
-        raise layer.error(
-            f"{name} must be specified once, or once per spatial dimension ({axes}), got {len(given)} value(s)"
-        )
-    return tuple(given * axes if len(given) == 1 else given)[:axes]
+    def to_onnx(self, place: Place) -> None:
+        """A pooling per level, flattened and concatenated."""
+        method = AVE if self.options.pool == AVE else MAX
+        if self.levels == 1:
+            tensor, operator, attributes = _pool(place, self.windows[0], method)
+            place.top(operator, tensor, **attributes)
+            return
+        levels = []
+        for number, window in enumerate(self.windows):
+            tensor, operator, attributes = _pool(place, window, method, f"level{number}_")
+            pooled = place.step(f"level{number}", operator, tensor, **attributes)
+            levels.append(place.step(f"level{number}_flat", "Flatten", pooled, axis=1))
+        place.top("Concat", *levels, axis=1)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer, count, register
-from amct.caffe.engine.layers.quantization import integer_factors, real_sums
-from amct.numerics.affine import fake_quantize, integer_range, quantize
-from amct.numerics.integer import find_integer_weights, integer_bias, integer_linear, sum_scale
+from amct.caffe.engine.onnx_place import Place, fixed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.layers.quantization import InputFactors
 
 
 CONTINUATION, STATIC = 1, 2
 GATES = 4
-EVERY_ROW = slice(None)
+ALL = slice(None)
+#: One of ONNX: the operator, the tensors that it reads, those that it writes. A Split is along the last axis.
+Operation: TypeAlias = tuple[str, list[str], list[str]]
+
+
+def _attributes(operator: str) -> dict[str, Any]:
+    return {"axis": -1} if operator == "Split" else {}
 
 
 class Recurrent(Layer):
@@ -124,13 +128,7 @@ class Recurrent(Layer):
         return driven
 
     def product(
-        self,
-        x: torch.Tensor,
-        parameters: list[torch.Tensor],
-        blob: int,
-        *,
-        rows: slice = EVERY_ROW,
-        bias: int | None = None,
+        self, x: torch.Tensor, parameters: list[torch.Tensor], blob: int, *, rows: slice = ALL, bias: int | None = None
     ) -> torch.Tensor:
         """Return x times (selected rows of) parameters[blob], plus parameters[bias]."""
         return functional.linear(x, parameters[blob][rows], None if bias is None else parameters[bias])
@@ -145,12 +143,79 @@ class Recurrent(Layer):
         """One time step: return the output and the new states."""
         raise NotImplementedError
 
+    def write_scan(self, place: Place, operations: list[Operation], states: list[str]) -> None:
+        """Run the operations for each time step as the body of a Scan.
+
+        ONNX's LSTM cannot reset a stream in the middle of a sequence (``cont``). The body reads the states, ``drive``
+        and ``going``, and writes ``<state>_new`` and ``out``. States are not carried from one run to the next: a run
+        starts from zeros, or from the states of ``expose_hidden``.
+        """
+        from onnx import TensorProto, helper
+
+        def values(names: list[str]) -> list[Any]:
+            return [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
+
+        first: Operation = ("Unsqueeze", ["cont", place.value("behind", [1])], ["going"])
+        body = helper.make_graph(
+            [helper.make_node(*each, **_attributes(each[0])) for each in (first, *operations)],
+            f"{self.name}.step",
+            values([*states, "drive", "cont"]),
+            values([*(f"{state}_new" for state in states), "out"]),
+        )
+        (streams,) = fixed(place.bottom_dims[0][1:2])
+        ends = [place.writer.tensor(f"{self.name}.{state}_end") for state in states]
+        inputs = [*self._onnx_states(place, states, streams), self._onnx_drive(place, streams), place.bottoms[1]]
+        place.node("Scan", "", inputs, [*ends, place.tops[0]], body=body, num_scan_inputs=2)
+        for index, end in enumerate(ends, 1):
+            if self.exposed:
+                place.top_reshaped(end, index)
+
+    def _onnx_states(self, place: Place, states: list[str], streams: int) -> list[str]:
+        """``_first_states`` in ONNX."""
+        if self.exposed:
+            given = zip(place.bottoms[2 + self.has_static :], states, strict=True)
+            return [place.reshaped(bottom, (streams, self.outputs), f"{state}_first") for bottom, state in given]
+        place.writer.notes.append(
+            f'layer "{self.name}" ({self.type}): every run starts from zeros; Caffe continues from the previous run'
+        )
+        zeros = np.zeros((streams, self.outputs), dtype=np.float32)
+        return [place.value(f"{state}_first", zeros) for state in states]
+
+    def _onnx_drive(self, place: Place, streams: int) -> str:
+        """``drive`` in ONNX."""
+        x = place.reshaped(place.bottom, (place.bottom_dims[0][0], streams, self.inputs), "x")
+        driven = place.step("driven", "MatMul", x, place.parameter(0, "weight", transposed=True))
+        driven = place.step("shifted", "Add", driven, place.parameter(1, "bias"))
+        if not self.has_static:
+            return driven
+        static = place.reshaped(place.bottoms[2], (streams, self.static_inputs), "static")
+        static = place.step("static_part", "MatMul", static, place.parameter(2, "static_weight", transposed=True))
+        return place.step("drive", "Add", driven, static)
+
 
 def lstm_step(gates: torch.Tensor, cell: torch.Tensor, cont: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """New cell and hidden state from the gate inputs (order i, f, o, g)."""
     enter, forget, leave, new = gates.chunk(GATES, -1)
     cell = cont * torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
     return cell, torch.sigmoid(leave) * torch.tanh(cell)
+
+
+def _lstm_operations(sums: str, cell: str, going: str, sizes: str, results: tuple[str, str]) -> list[Operation]:
+    """``lstm_step`` in ONNX: the new cell and hidden state."""
+    new_cell, hidden = results
+    return [
+        ("Split", [sums, sizes], ["i", "f", "o", "g"]),
+        ("Sigmoid", ["i"], ["enter"]),
+        ("Sigmoid", ["f"], ["keep"]),
+        ("Sigmoid", ["o"], ["leave"]),
+        ("Tanh", ["g"], ["new"]),
+        ("Mul", [going, "keep"], ["keep_going"]),
+        ("Mul", ["keep_going", cell], ["kept"]),
+        ("Mul", ["enter", "new"], ["entered"]),
+        ("Add", ["kept", "entered"], [new_cell]),
+        ("Tanh", [new_cell], ["shown"]),
+        ("Mul", ["leave", "shown"], [hidden]),
+    ]
 
 
 @register("LSTM")
@@ -167,6 +232,19 @@ class LSTM(Recurrent):
         gates = drive + self.product(self.rounded(cont * states[0]), parameters, -1)
         cell, hidden = lstm_step(gates, states[1], cont)
         return hidden, [hidden, cell]
+
+    def to_onnx(self, place: Place) -> None:
+        """A Scan with the states h and c."""
+        recurrent = place.parameter(len(self.blobs) - 1, "recurrent", transposed=True)
+        sizes = place.value("gates", [self.outputs] * GATES)
+        operations: list[Operation] = [
+            ("Mul", ["h", "going"], ["h_kept"]),
+            ("MatMul", ["h_kept", recurrent], ["h_part"]),
+            ("Add", ["drive", "h_part"], ["sums"]),
+            *_lstm_operations("sums", "c", "going", sizes, ("c_new", "h_new")),
+            ("Identity", ["h_new"], ["out"]),
+        ]
+        self.write_scan(place, operations, ["h", "c"])
 
 
 @register("RNN")
@@ -185,6 +263,22 @@ class RNN(Recurrent):
         """One time step; the only state is h."""
         hidden = torch.tanh(drive + self.product(self.rounded(cont * states[0]), parameters, -3))
         return torch.tanh(self.product(self.rounded(hidden), parameters, -2, bias=-1)), [hidden]
+
+    def to_onnx(self, place: Place) -> None:
+        """A Scan with the state h, followed by an output layer."""
+        count = len(self.blobs)
+        recurrent = place.parameter(count - 3, "recurrent", transposed=True)
+        outward = place.parameter(count - 2, "outward", transposed=True)
+        operations: list[Operation] = [
+            ("Mul", ["h", "going"], ["h_kept"]),
+            ("MatMul", ["h_kept", recurrent], ["h_part"]),
+            ("Add", ["drive", "h_part"], ["sums"]),
+            ("Tanh", ["sums"], ["h_new"]),
+            ("MatMul", ["h_new", outward], ["raw"]),
+            ("Add", ["raw", place.parameter(count - 1, "outward_bias")], ["shifted"]),
+            ("Tanh", ["shifted"], ["out"]),
+        ]
+        self.write_scan(place, operations, ["h"])
 
 
 @register("LSTMUnit")
@@ -205,6 +299,19 @@ class LSTMUnit(Layer):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return c = cont * f * c_prev + i * g, h = o * tanh(c)."""
         return lstm_step(bottoms[1], bottoms[0], bottoms[2].detach().unsqueeze(2))
+
+    def to_onnx(self, place: Place) -> None:
+        """One time step."""
+        cell, gates, cont = place.bottoms
+        going = place.step("going", "Unsqueeze", cont, place.value("behind", [2]))
+        (hidden,) = fixed(place.bottom_dims[0][2:])
+        sizes = place.value("sizes", [hidden] * GATES)
+        outer = {gates, cell, going, sizes, *place.tops}
+        for operator, *tensors in _lstm_operations(gates, cell, going, sizes, (place.tops[0], place.tops[1])):
+            inputs, outputs = (
+                [name if name in outer else f"{self.name}.{name}" for name in names] for names in tensors
+            )
+            place.node(operator, outputs[0].rpartition(".")[2], inputs, outputs, **_attributes(operator))
 
 
 @register("GRU")
@@ -232,151 +339,30 @@ class GRU(Recurrent):
         hidden = (1 - update) * new + update * before
         return hidden, [hidden]
 
-
-MATRIX_AXES = 2
-
-
-class QuantizedRecurrent(Recurrent):
-    """The common part of fake-quantized recurrent layers; the float layer is the second base class.
-
-    As in ``FakeQuantized`` the sums are computed from the integers of data and matrices.
-    """
-
-    def setup(self, bottoms: list[Shape]) -> None:
-        """Set up the float layer; the scale of the hidden state is 1 / (largest integer)."""
-        super().setup(bottoms)
-        self.bits: int = self.parameter.lstm_quant_param.num_bits_d
-        self.hidden_scale = torch.tensor(1.0 / integer_range(self.bits)[1])
-        self.zero = torch.zeros((), dtype=torch.int32)
-        self.multiplied = (0, STATIC) if self.has_static else (0,)  # bottoms, and also the places of their matrices
-        self.input_scales: dict[int, torch.Tensor] = {}
-
-    def take_input_factors(self, index: int, factors: InputFactors) -> None:
-        """Keep the scale of a bottom."""
-        self.input_scales[index] = factors.scale
-
-    def scale_of(self, place: int) -> torch.Tensor | None:
-        """The scale of the data that the matrix at this place multiplies; None if it is not known."""
-        return self.input_scales.get(place) if place in self.multiplied else self.hidden_scale
-
-    def product(
-        self,
-        x: torch.Tensor,
-        parameters: list[torch.Tensor],
-        blob: int,
-        *,
-        rows: slice = EVERY_ROW,
-        bias: int | None = None,
-    ) -> torch.Tensor:
-        """Exact sums, dequantized once; float products where data or matrix are on no grid."""
-        place, scale = blob % len(parameters), self.scale_of(blob % len(parameters))
-        vector = None if bias is None else bias % len(parameters)
-        if torch.is_grad_enabled() or scale is None or not bool(torch.isfinite(x).all()):
-            return super().product(x, parameters, blob, rows=rows, bias=bias)
-        sources = [self.blobs[each] for each in (place, vector) if each is not None]
-        found = self.derived(f"integers {place}", sources, lambda: self._integers(place, vector, scale))
-        if found is None:
-            return super().product(x, parameters, blob, rows=rows, bias=bias)
-        matrix, added, step = found
-        sums = integer_linear((x / scale).round().to(torch.int32), matrix[rows], added)
-        return real_sums(sums, step, axis=-1)
-
-    def _integers(
-        self, place: int, bias: int | None, scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None:
-        """The integers of a matrix and its bias, and the steps of the sums."""
-        vector = None if bias is None else self.blobs[bias].tensor
-        found = find_integer_weights(self.blobs[place].tensor, vector, scale)
-        if found is None:
-            return None
-        if vector is None:
-            return found.integers, None, sum_scale(found.scale, scale)
-        return found.integers, *integer_bias(found, vector, scale)
-
-    def rounded(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The fake-quantized hidden state."""
-        return fake_quantize(hidden, self.hidden_scale, self.zero, self.bits)
-
-
-@register("LSTMQuant")
-class LSTMQuant(QuantizedRecurrent, LSTM):
-    """An LSTM with fake-quantized hidden states."""
-
-
-@register("RNNQuant")
-class RNNQuant(QuantizedRecurrent, RNN):
-    """An RNN with fake-quantized hidden states."""
-
-
-@register("GRUQuant")
-class GRUQuant(QuantizedRecurrent, GRU):
-    """A GRU with fake-quantized hidden states."""
-
-
-class IntegerRecurrent(QuantizedRecurrent):
-    """The common part of recurrent layers with integer weights."""
-
-    keeps_integers = True
-    has_gradients = False
-
-    def setup(self, bottoms: list[Shape]) -> None:
-        """Set up the quantized layer; each bottom has a scale and offset, each matrix a scale."""
-        super().setup(bottoms)
-        self.factors = integer_factors(self)
-        scales = list(self.parameter.lstm_quant_param.scale_w)
-        places = [place for place, blob in enumerate(self.blobs) if len(blob.shape) == MATRIX_AXES]
-        if len(scales) != len(places):
-            raise self.error(f"lstm_quant_param has {len(scales)} scale_w for {len(places)} matrices")
-        self.weight_scales = {
-            place: torch.tensor(scale, dtype=torch.float32) for place, scale in zip(places, scales, strict=True)
-        }
-
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Bottoms that are multiplied by a matrix stay integers; the others are dequantized."""
-        taken = [
-            factors.integers(bottom) if index in self.multiplied else factors.real(bottom)
-            for index, (bottom, factors) in enumerate(zip(bottoms, self.factors, strict=True))
+    def to_onnx(self, place: Place) -> None:
+        """A Scan with the state h; gate order z, r, h."""
+        size = self.outputs
+        weight = self.blobs[-1].tensor.detach().cpu().numpy()
+        gates = place.value("recurrent_gates", weight[: 2 * size].T)
+        new = place.value("recurrent_new", weight[2 * size :].T)
+        sizes = place.value("parts", [2 * size, size])
+        halves = place.value("halves", [size, size])
+        one = place.value("one", 1.0)
+        operations: list[Operation] = [
+            ("Mul", ["h", "going"], ["before"]),
+            ("Split", ["drive", sizes], ["drive_gates", "drive_new"]),
+            ("MatMul", ["before", gates], ["gates_part"]),
+            ("Add", ["drive_gates", "gates_part"], ["gate_sums"]),
+            ("Sigmoid", ["gate_sums"], ["both"]),
+            ("Split", ["both", halves], ["update", "reset"]),
+            ("Mul", ["reset", "before"], ["left"]),
+            ("MatMul", ["left", new], ["new_part"]),
+            ("Add", ["drive_new", "new_part"], ["new_sums"]),
+            ("Tanh", ["new_sums"], ["fresh"]),
+            ("Sub", [one, "update"], ["rest"]),
+            ("Mul", ["rest", "fresh"], ["entered"]),
+            ("Mul", ["update", "before"], ["kept"]),
+            ("Add", ["entered", "kept"], ["h_new"]),
+            ("Identity", ["h_new"], ["out"]),
         ]
-        return super().forward(taken, parameters)
-
-    def product(
-        self,
-        x: torch.Tensor,
-        parameters: list[torch.Tensor],
-        blob: int,
-        *,
-        rows: slice = EVERY_ROW,
-        bias: int | None = None,
-    ) -> torch.Tensor:
-        """Exact sums times (data scale * weight scale), computed in float64 and rounded once, as in DeQuant."""
-        place = blob % len(parameters)
-        is_state = place not in self.multiplied
-        scale, offset = (self.hidden_scale, 0) if is_state else (self.factors[place].scale, self.factors[place].offset)
-        matrix = _integers(parameters[blob], torch.int8)[rows]
-        added = None if bias is None else _integers(parameters[bias], torch.int32)
-        sums = integer_linear(x, matrix, added, offset=int(offset))
-        return real_sums(sums, sum_scale(self.weight_scales[place], scale), axis=-1)
-
-    def rounded(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The quantized hidden state."""
-        return quantize(hidden, self.hidden_scale, self.zero, self.bits)
-
-
-def _integers(parameter: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """The integers of a blob; after access through NumPy they are stored as floats."""
-    return parameter.round().to(kind) if parameter.is_floating_point() else parameter
-
-
-@register("LSTMQuant on integers")
-class IntegerLSTM(IntegerRecurrent, LSTM):
-    """An LSTM on int8 or int16 data with int8 weights."""
-
-
-@register("RNNQuant on integers")
-class IntegerRNN(IntegerRecurrent, RNN):
-    """An RNN on int8 or int16 data with int8 weights."""
-
-
-@register("GRUQuant on integers")
-class IntegerGRU(IntegerRecurrent, GRU):
-    """A GRU on int8 or int16 data with int8 weights."""
+        self.write_scan(place, operations, ["h"])

@@ -9,10 +9,12 @@ import math
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from amct.caffe.engine.layer import Layer, count, register, require_image
 from amct.caffe.engine.layers.detection import suppress
+from amct.caffe.engine.onnx_place import FLOAT, INT64, Place, fixed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -197,6 +199,11 @@ class ROIPooling(_RegionPooling):
             1,
         )
 
+    def to_onnx(self, place: Place) -> None:
+        """MaxRoiPool."""
+        regions = place.reshaped(place.bottoms[1], (None, COLUMNS), "regions")
+        place.top("MaxRoiPool", place.bottom, regions, pooled_shape=list(self.pooled), spatial_scale=float(self.scale))
+
 
 def _cells(start: int, end: int, cells: int, limit: int) -> list[tuple[int, int]]:
     """(first pixel, pixel after the last) of each cell along one axis."""
@@ -294,3 +301,96 @@ class ROIAlign(_RegionPooling):
                 weights[cell, low] += (1 - (place - low)) / points
                 weights[cell, high] += (place - low) / points
         return weights
+
+    def to_onnx(self, place: Place) -> None:
+        """RoiAlign without the half-pixel shift; image indices and corners are separate inputs."""
+        regions = place.reshaped(place.bottoms[1], (None, COLUMNS), "regions")
+        parts = [place.writer.tensor(f"{self.name}.{part}") for part in ("picture", "corners")]
+        place.node("Split", "parts", [regions, place.value("columns", [1, COLUMNS - 1])], parts, axis=1)
+        picture = place.step("flat_picture", "Reshape", parts[0], place.value("flat_shape", [-1]))
+        picture = place.step("index", "Cast", picture, to=INT64)
+        corners = parts[1]
+        if self.options.roi_end_mode:
+            inside = np.array([0.0, 0.0, self.options.roi_end_mode, self.options.roi_end_mode], np.float32)
+            corners = place.step("ends", "Add", corners, place.value("inside", inside))
+        place.top(
+            "RoiAlign",
+            place.bottom,
+            corners,
+            picture,
+            mode="avg",
+            coordinate_transformation_mode="output_half_pixel",
+            output_height=self.pooled[0],
+            output_width=self.pooled[1],
+            sampling_ratio=max(0, int(self.options.sampling_ratio)),
+            spatial_scale=float(self.scale),
+        )
+
+
+BATCH_AXES = 3
+
+
+@register("Nms")
+class Nms(Layer):
+    """Boxes (N, B, 4) and scores (N, classes, B) to rows (image, class, box index) of the boxes kept.
+
+    ONNX's NonMaxSuppression: boxes are (y1, x1, y2, x2), corners in any order, or with ``center_point_box`` (x centre,
+    y centre, width, height). Without ``max_output_boxes_per_class`` there is no limit.
+    """
+
+    bottom_count = (2, 2)
+    allows_in_place = False
+    no_gradient = (0, 1)
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options."""
+        options = self.options = self.parameter.nms_param
+        self.most = options.max_output_boxes_per_class if options.HasField("max_output_boxes_per_class") else None
+        self.threshold = options.score_threshold if options.HasField("score_threshold") else -float("inf")
+        if not 0 <= options.iou_threshold <= 1:
+            raise self.error(f"iou_threshold must lie between 0 and 1, got {options.iou_threshold}")
+        if self.most is not None and self.most < 0:
+            raise self.error(f"max_output_boxes_per_class must not be negative, got {self.most}")
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """(largest possible number of boxes, 3); forward sets the real number."""
+        boxes, scores = bottoms
+        fits = len(boxes) == len(scores) == BATCH_AXES and boxes[2] == CORNERS
+        if not fits or (boxes[0], boxes[1]) != (scores[0], scores[2]):
+            raise self.error(f"needs boxes (N, B, 4) and scores (N, classes, B), got {boxes} and {scores}")
+        each = scores[2] if self.most is None else min(self.most, scores[2])
+        return [(scores[0] * scores[1] * each, BATCH_AXES)]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Suppress class by class."""
+        boxes, scores = self._corners(bottoms[0].detach()), bottoms[1].detach()
+        rows = [
+            [picture, label, int(index)]
+            for picture in range(scores.shape[0])
+            for label in range(scores.shape[1])
+            for index in self._keep(boxes[picture], scores[picture, label])
+        ]
+        return [torch.tensor(rows, dtype=torch.float32).reshape(-1, BATCH_AXES)]
+
+    def _corners(self, boxes: torch.Tensor) -> torch.Tensor:
+        first, second = boxes[..., :2], boxes[..., 2:]
+        if self.options.center_point_box:
+            return torch.cat([first - second / 2, first + second / 2], -1)
+        return torch.cat([torch.minimum(first, second), torch.maximum(first, second)], -1)
+
+    def _keep(self, boxes: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        likely = (scores > self.threshold).nonzero().reshape(-1)
+        order = likely[scores[likely].argsort(descending=True, stable=True)]
+        kept = list(islice(suppress(boxes[order], self.options.iou_threshold), self.most))
+        return order[kept]
+
+    def to_onnx(self, place: Place) -> None:
+        """NonMaxSuppression, its indices cast to float."""
+        (boxes,) = fixed(place.bottom_dims[0][1:2])
+        most = boxes if self.most is None else self.most
+        inputs = [*place.bottoms, place.value("most", [most])]
+        inputs.append(place.value("iou_threshold", np.array([self.options.iou_threshold], np.float32)))
+        if self.options.HasField("score_threshold"):
+            inputs.append(place.value("score_threshold", np.array([self.threshold], np.float32)))
+        kept = place.main("NonMaxSuppression", *inputs, center_point_box=int(self.options.center_point_box))
+        place.writer.node("Cast", f"{self.name}.rows", [kept], place.tops, to=FLOAT)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer, register, require_image
-from amct.caffe.engine.layers.pooling import size_pair
+from amct.caffe.engine.onnx_place import INT64, Place, fixed
+from amct.caffe.engine.windows import size_pair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +45,16 @@ class _MaskedUnpooling(Layer):
             raise self.error(f"the mask holds an index outside the {height} x {width} image")
         plane = bottom.new_zeros(*lead, height * width)
         return plane.scatter(2, places, bottom.reshape(*lead, -1)).reshape(*lead, height, width)
+
+    def write_scatter(self, place: Place, places: str) -> str:
+        """``scatter`` in ONNX."""
+        batch, channels, *_ = fixed(place.bottom_dims[0])
+        plane = place.value("plane", np.zeros((batch, channels, self.size[0] * self.size[1]), np.float32))
+        shape = place.value("flat_shape", [batch, channels, -1])
+        index = place.step("flat_index", "Reshape", places, shape)
+        values = place.step("flat", "Reshape", place.bottom, shape)
+        filled = place.main("ScatterElements", plane, index, values, axis=2)
+        return place.reshaped(filled, place.top_dims[0], "picture")
 
 
 def _given(options: ProtoMessage, name: str) -> float | None:
@@ -108,6 +120,23 @@ class Upsample(_MaskedUnpooling):
             vertical, horizontal = map(int, self.factor)
             result = bottoms[0].repeat_interleave(vertical, 2).repeat_interleave(horizontal, 3)
         return [result if self.times == 1 else result * self.times]
+
+    def to_onnx(self, place: Place) -> None:
+        """Resize (nearest), or ScatterElements with a mask."""
+        if len(place.bottoms) > 1:
+            places = place.step("index", "Cast", place.bottoms[1], to=INT64)
+            result = self.write_scatter(place, places)
+        else:
+            scales = place.value("scales", np.array([1, 1, *self.factor], np.float32))
+            rule: dict[str, Any] = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+            if self.times == 1:
+                place.top("Resize", place.bottom, "", scales, mode="nearest", **rule)
+                return
+            result = place.main("Resize", place.bottom, "", scales, mode="nearest", **rule)
+        if self.times == 1:
+            place.alias(result)
+        else:
+            place.node("Mul", "times", [result, place.value("factor", float(self.times))], place.tops)
 
 
 @register("Unpooling")
@@ -186,6 +215,21 @@ class Unpooling(_MaskedUnpooling):
         ones = picture.new_ones(1, 1, *self.kernel)
         return functional.conv2d(padded, ones, None, self.stride).clamp(min=1)
 
+    def to_onnx(self, place: Place) -> None:
+        """ScatterElements by the mask, or at the first pixel of each window."""
+        if self.options.unpool == AVERAGE:
+            raise place.error("there is no ONNX form of AVE unpooling; end the file before it (outputs=[...])")
+        if len(place.bottoms) > 1:
+            place.alias(self.write_scatter(place, place.step("index", "Cast", place.bottoms[1], to=INT64)))
+            return
+        dims = fixed(place.bottom_dims[0])
+        rows, columns = (
+            np.clip(np.arange(count) * stride - pad, 0, limit - 1)
+            for count, stride, pad, limit in zip(dims[2:], self.stride, self.pad, self.size, strict=True)
+        )
+        starts = rows[:, None] * self.size[1] + columns
+        place.alias(self.write_scatter(place, place.value("index", np.broadcast_to(starts, dims).astype(np.int64))))
+
 
 @register("Interp")
 class Interp(Layer):
@@ -231,3 +275,29 @@ class Interp(Layer):
         if tuple(inner.shape[2:]) == self.size:
             return [inner.clone()]
         return [functional.interpolate(inner, self.size, mode="bilinear", align_corners=True)]
+
+    def to_onnx(self, place: Place) -> None:
+        """Slice (cropping), then Resize with aligned corners."""
+        options, dims = self.options, place.bottom_dims[0]
+        inner, sizes = place.bottom, fixed(dims[2:])
+        if options.pad_beg or options.pad_end:
+            start, ends = -options.pad_beg, [size + options.pad_end for size in sizes]
+            sizes = tuple(end - start for end in ends)
+            edges = {"starts": [start, start], "ends": ends, "axes": [2, 3]}
+            inner = place.step("cropped", "Slice", inner, *(place.value(name, edge) for name, edge in edges.items()))
+        wanted = fixed(place.top_dims[0][2:])
+        if sizes == wanted:
+            place.alias(inner)
+            return
+        # Factors instead of sizes leave the batch open without ``axes``, which onnxruntime's optimizer does not move.
+        factors = [_factor(size, target) for size, target in zip(sizes, wanted, strict=True)]
+        scales = place.value("scales", np.array([1, 1, *factors], np.float32))
+        place.top("Resize", inner, "", scales, mode="linear", coordinate_transformation_mode="align_corners")
+
+
+def _factor(size: int, wanted: int) -> float:
+    """The smallest float32 factor with which ``floor(size * factor)`` is the wanted size."""
+    factor = np.float32(wanted) / np.float32(size)
+    while np.floor(np.float32(size) * factor) < wanted or int(np.floor(size * float(factor))) < wanted:
+        factor = np.nextafter(factor, np.float32(np.inf))
+    return float(factor)

@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer, canonical_axis, count, register, require_image
-from amct.caffe.engine.layers.pooling import SPATIAL_AXES, read_window
 from amct.caffe.engine.layers.tensor_math import TensorOperator
+from amct.caffe.engine.onnx_place import FollowsBatchError, Place, fixed, product
+from amct.caffe.engine.windows import SPATIAL_AXES, read_window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +48,14 @@ class Flatten(_View):
             raise self.error(f"end_axis {end} lies before axis {start}")
         self.top_shape = (*shape[:start], count(shape, start, end + 1), *shape[end + 1 :])
         return [self.top_shape]
+
+    def to_onnx(self, place: Place) -> None:
+        """Flatten if the result is a matrix, else Reshape."""
+        own, wanted = place.bottom_dims[0], place.top_dims[0]
+        if len(wanted) == 2 and wanted[1] is not None and wanted[1] == product(own[1:]):
+            place.top("Flatten", place.bottom, axis=1)
+        else:
+            place.top("Reshape", place.bottom, place.target(place.top_dims[0], "shape"))
 
 
 @register("Reshape")
@@ -93,6 +102,10 @@ class Reshape(_View):
             raise self.error(f"output count must match input count: {shape} cannot become {self.top_shape}")
         return [self.top_shape]
 
+    def to_onnx(self, place: Place) -> None:
+        """Reshape to the known sizes."""
+        place.top("Reshape", place.bottom, place.target(place.top_dims[0], "shape"))
+
 
 @register("Crop")
 class Crop(Layer):
@@ -134,6 +147,26 @@ class Crop(Layer):
         window = tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
         return [bottoms[0][window].clone()]
 
+    def to_onnx(self, place: Place) -> None:
+        """Slice; the second bottom only gives the size."""
+        starts, ends, axes = [], [], []
+        sizes = zip(place.bottom_dims[0], place.top_dims[0], self.starts, strict=True)
+        for axis, (own, wanted, start) in enumerate(sizes):
+            if own is None or wanted is None:
+                if start or own != wanted:
+                    raise FollowsBatchError(f'layer "{self.name}" crops along it')
+                continue
+            if (start, wanted) != (0, own):
+                starts.append(start)
+                ends.append(start + wanted)
+                axes.append(axis)
+        if not axes:
+            place.alias(place.bottom)
+            return
+        place.top(
+            "Slice", place.bottom, place.value("starts", starts), place.value("ends", ends), place.value("axes", axes)
+        )
+
 
 @register("Im2col")
 class Im2col(Layer):
@@ -163,9 +196,21 @@ class Im2col(Layer):
         columns = functional.unfold(flat, window.kernel, window.dilation, window.pad, window.stride)
         return [columns.reshape(*bottom.shape[: self.axis], self.rows, *self.sizes)]
 
+    def to_onnx(self, place: Place) -> None:
+        """A Conv whose filters each select one value of the window."""
+        dims = place.bottom_dims[0]
+        (channels,) = fixed(dims[self.axis : self.axis + 1])
+        cells = int(np.prod(self.window.kernel))
+        filters = np.tile(np.eye(cells, dtype=np.float32), (channels, 1)).reshape(-1, 1, *self.window.kernel)
+        flat = place.reshaped(place.bottom, (None, *dims[self.axis :]), "flat")
+        attributes = self.window.onnx_attributes(channels)
+        place.top_reshaped(place.main("Conv", flat, place.value("filters", filters), **attributes))
+
 
 DEFAULT_BLOCK = 2
 _MODES = {1: "reflect", 2: "edge", 3: "wrap"}
+WRAP_OPSET = 19
+"""ONNX has the mode since then."""
 
 
 def space_to_depth(bottom: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -215,6 +260,19 @@ class Reorg(TensorOperator):
         change = depth_to_space if self.is_reverse else space_to_depth
         return [change(bottoms[0], *self.block)]
 
+    def to_onnx(self, place: Place) -> None:
+        """Reshape to six axes, Transpose, Reshape; ONNX's SpaceToDepth supports square blocks only."""
+        batch, *rest = place.bottom_dims[0]
+        channels, rows, columns = fixed(rest)
+        height, width = self.block
+        if self.is_reverse:
+            split = (batch, height, width, channels // (height * width), rows, columns)
+            order = [0, 3, 4, 1, 5, 2]
+        else:
+            split = (batch, channels, rows // height, height, columns // width, width)
+            order = [0, 3, 5, 1, 2, 4]
+        place.top_reshaped(place.main("Transpose", place.reshaped(place.bottom, split, "split"), perm=order))
+
 
 @register("PassThrough")
 class PassThrough(Reorg):
@@ -255,6 +313,14 @@ class ShuffleChannel(TensorOperator):
         rows = bottom.reshape(bottom.shape[0], group, bottom.shape[1] // group, *bottom.shape[2:])
         return [rows.transpose(1, 2).reshape(bottom.shape).clone()]
 
+    def to_onnx(self, place: Place) -> None:
+        """Reshape, Transpose, Reshape."""
+        batch, *rest = place.bottom_dims[0]
+        group = int(self.parameter.shuffle_channel_param.group)
+        (channels,) = fixed(rest[:1])
+        rows = place.reshaped(place.bottom, (batch, group, channels // group, *rest[1:]), "rows")
+        place.top_reshaped(place.main("Transpose", rows, perm=[0, 2, 1, *range(3, 2 + len(rest))]))
+
 
 @register("Reverse")
 class Reverse(TensorOperator):
@@ -271,6 +337,12 @@ class Reverse(TensorOperator):
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """Flip the axes."""
         return [bottoms[0].flip(self.axes)]
+
+    def to_onnx(self, place: Place) -> None:
+        """Slice with step -1."""
+        count, first = len(self.axes), int(np.iinfo(np.int64).min)
+        edges = {"from": [-1] * count, "to": [first] * count, "axes": self.axes, "steps": [-1] * count}
+        place.top("Slice", place.bottom, *(place.value(name, values) for name, values in edges.items()))
 
 
 @register("Pad")
@@ -307,3 +379,17 @@ class Pad(TensorOperator):
             places = np.pad(np.arange(bottom.shape[axis]), sides, mode=self.mode)  # type: ignore[call-overload]
             bottom = bottom.index_select(axis, torch.from_numpy(places).to(bottom.device))
         return [bottom]
+
+    def to_onnx(self, place: Place) -> None:
+        """Pad; mode WRAP needs opset 19."""
+        both = [self.sides.get(axis, (0, 0)) for axis in range(len(place.bottom_dims[0]))]
+        inputs = [
+            place.bottom,
+            place.value("amounts", [*(before for before, _ in both), *(after for _, after in both)]),
+        ]
+        if self.mode is None:
+            place.top("Pad", *inputs, place.value("filling", float(self.parameter.pad_param.value)))
+            return
+        if self.mode == "wrap" and place.writer.opset < WRAP_OPSET:
+            raise place.error(f"mode WRAP needs opset {WRAP_OPSET}, got {place.writer.opset}; request a newer one")
+        place.top("Pad", *inputs, mode=self.mode)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from amct.caffe.engine.layer import Layer, canonical_axis, count, register
-from amct.caffe.engine.layers.detection import suppress
+from amct.caffe.engine.onnx_place import FLOAT, Place, fixed, product
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,6 +83,19 @@ class MatMul(_Product):
         right = bottoms[1].mT if options.transpose_b else bottoms[1]
         return [torch.matmul(left, right)]
 
+    def to_onnx(self, place: Place) -> None:
+        """MatMul, after a Transpose of transposed operands."""
+        options = self.parameter.matmul_param
+        operands = []
+        for name, bottom, dims, is_transposed in (
+            ("left", place.bottoms[0], place.bottom_dims[0], options.transpose_a),
+            ("right", place.bottoms[1], place.bottom_dims[1], options.transpose_b),
+        ):
+            *lead, rows, columns = range(len(dims))
+            turned = place.step(name, "Transpose", bottom, perm=[*lead, columns, rows]) if is_transposed else bottom
+            operands.append(turned)
+        place.top("MatMul", *operands)
+
 
 @register("Mvm")
 class Mvm(_Product):
@@ -96,6 +108,12 @@ class Mvm(_Product):
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """A x."""
         return [torch.matmul(bottoms[0], bottoms[1].unsqueeze(-1)).squeeze(-1)]
+
+    def to_onnx(self, place: Place) -> None:
+        """MatMul with a matrix of one column."""
+        last = place.value("last", [-1])
+        column = place.step("column", "Unsqueeze", place.bottoms[1], last)
+        place.top("Squeeze", place.step("product", "MatMul", place.bottom, column), last)
 
 
 @register("Gemm")
@@ -126,9 +144,25 @@ class Gemm(_Product):
         result = options.alpha * (left @ right)
         return [result + options.beta * bottoms[2] if len(bottoms) > MATRIX_AXES else result]
 
+    def to_onnx(self, place: Place) -> None:
+        """Gemm."""
+        options = self.parameter.gemm_param
+        attributes: dict[str, Any] = {
+            "alpha": float(options.alpha),
+            "transA": int(options.trans_a),
+            "transB": int(options.trans_b),
+        }
+        if len(place.bottoms) > MATRIX_AXES:
+            attributes["beta"] = float(options.beta)
+        place.top("Gemm", *place.bottoms, **attributes)
 
-class _Comparison(TensorOperator):
-    """A comparison, 1 or 0 for each pair of values; the bottoms are broadcast."""
+
+_COMPARISONS = {"Equal": torch.eq, "Greater": torch.gt}
+
+
+@register(*_COMPARISONS)
+class Comparison(TensorOperator):
+    """1 where the bottoms are equal, or the first is greater, else 0; they are broadcast. Not differentiable."""
 
     bottom_count = (2, 2)
 
@@ -139,23 +173,13 @@ class _Comparison(TensorOperator):
         except ValueError as error:
             raise self.error(f"bottoms of shapes {bottoms[0]} and {bottoms[1]} cannot be broadcast") from error
 
-
-@register("Equal")
-class Equal(_Comparison):
-    """1 where the bottoms are equal, else 0; not differentiable."""
-
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a == b."""
-        return [torch.eq(*bottoms).to(bottoms[0].dtype)]
+        """Compare."""
+        return [_COMPARISONS[self.type](*bottoms).to(bottoms[0].dtype)]
 
-
-@register("Greater")
-class Greater(_Comparison):
-    """1 where the first bottom is greater, else 0; not differentiable."""
-
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a > b."""
-        return [torch.gt(*bottoms).to(bottoms[0].dtype)]
+    def to_onnx(self, place: Place) -> None:
+        """The ONNX operator of the same name, cast to float."""
+        place.top("Cast", place.step("holds", self.type, *place.bottoms), to=FLOAT)
 
 
 @register("Axpy")
@@ -178,17 +202,29 @@ class Axpy(TensorOperator):
         a, x, y = bottoms
         return [a.reshape(*x.shape[:2], *(1,) * (x.dim() - 2)) * x + y]
 
+    def to_onnx(self, place: Place) -> None:
+        """Mul and Add."""
+        factor, x, y = place.bottoms
+        dims = place.bottom_dims[1]
+        factor = place.reshaped(factor, (*dims[:2], *(1,) * (len(dims) - 2)), "factor")
+        place.top("Add", place.step("product", "Mul", factor, x), y)
+
 
 def _without(shape: Shape, axes: Sequence[int], *, keep: bool) -> Shape:
     kept = [1 if axis in axes else size for axis, size in enumerate(shape) if keep or axis not in axes]
     return tuple(kept)
 
 
-class _Reduce(TensorOperator):
-    """Reduces ``axes`` (all if none are given); ``keepdims`` keeps them with size 1."""
+#: The tensor method that reduces several axes; products are computed axis by axis.
+_REDUCTIONS = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "amax", "ReduceMin": "amin", "ReduceProd": ""}
 
-    operator = ""
-    """The tensor method that reduces several axes."""
+
+@register(*_REDUCTIONS)
+class Reduce(TensorOperator):
+    """Reduces ``axes`` (all if none are given); ``keepdims`` keeps them with size 1.
+
+    Values that are equally large, or equally small, share the gradient.
+    """
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the axes."""
@@ -204,51 +240,21 @@ class _Reduce(TensorOperator):
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """The reduction, or a copy if there is no axis to reduce."""
-        return [self.reduce(bottoms[0]) if self.axes else bottoms[0].clone()]
-
-    def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
-        """Reduce ``self.axes``, which is not empty."""
-        reduced: torch.Tensor = getattr(bottom, self.operator)(self.axes, keepdim=self.keep)
-        return reduced
-
-
-@register("ReduceSum")
-class ReduceSum(_Reduce):
-    """The sum over ``axes``."""
-
-    operator = "sum"
-
-
-@register("ReduceMean")
-class ReduceMean(_Reduce):
-    """The mean over ``axes``."""
-
-    operator = "mean"
-
-
-@register("ReduceMax")
-class ReduceMax(_Reduce):
-    """The maximum over ``axes``; equal values share the gradient."""
-
-    operator = "amax"
-
-
-@register("ReduceMin")
-class ReduceMin(_Reduce):
-    """The minimum over ``axes``; equal values share the gradient."""
-
-    operator = "amin"
-
-
-@register("ReduceProd")
-class ReduceProd(_Reduce):
-    """The product over ``axes``."""
-
-    def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
-        """The product, axis by axis from the last."""
+        method, result = _REDUCTIONS[self.type], bottoms[0]
+        if not self.axes:
+            return [result.clone()]
+        if method:
+            return [getattr(result, method)(self.axes, keepdim=self.keep)]
         for axis in reversed(self.axes):
-            bottom = bottom.prod(axis, keepdim=self.keep)
-        return bottom
+            result = result.prod(axis, keepdim=self.keep)
+        return [result]
+
+    def to_onnx(self, place: Place) -> None:
+        """The ONNX reduction of the same name."""
+        result = place.bottom
+        if self.axes:
+            result = place.reduced("reduced", self.type, result, self.axes, keep=self.keep)
+        place.alias(result)
 
 
 @register("ArgMin")
@@ -273,8 +279,19 @@ class ArgMin(TensorOperator):
             place = bottom.argmin(axis, keepdim=options.keepdims)
         return [place.to(bottom.dtype)]
 
+    def to_onnx(self, place: Place) -> None:
+        """ArgMin, cast to float."""
+        options = self.parameter.argmin_param
+        attributes = {
+            "axis": int(options.axis),
+            "keepdims": int(options.keepdims),
+            "select_last_index": int(options.select_last_index),
+        }
+        place.top("Cast", place.step("place", "ArgMin", place.bottom, **attributes), to=FLOAT)
+
 
 SUM, ASUM, SUMSQ, MEAN = 1, 2, 3, 4
+_REDUCTION_OPERATORS = {ASUM: "ReduceL1", SUMSQ: "ReduceSumSquare", MEAN: "ReduceMean"}
 
 
 @register("Reduction")
@@ -296,6 +313,16 @@ class Reduction(Layer):
         if options.operation == MEAN:
             factor /= count(bottom.shape, self.axis)
         return [total if factor == 1.0 else total * factor]
+
+    def to_onnx(self, place: Place) -> None:
+        """The reduction over all axes from ``axis`` on, times coeff."""
+        options, axes = self.parameter.reduction_param, range(self.axis, len(place.bottom_dims[0]))
+        operator = _REDUCTION_OPERATORS.get(options.operation, "ReduceSum")
+        result = place.reduced("reduced", operator, place.bottom, list(axes), keep=False)
+        if options.coeff == 1:
+            place.alias(result)
+        else:
+            place.top("Mul", result, place.value("coeff", float(options.coeff)))
 
 
 @register("ArgMax")
@@ -340,9 +367,34 @@ class ArgMax(Layer):
         pieces = [places.to(bottom.dtype), found] if options.out_max_val else [places.to(bottom.dtype)]
         return [torch.stack(pieces, 1).reshape(self.reshape([tuple(bottom.shape)])[0])]
 
-
-BATCH_AXES = 3
-CORNERS = 4
+    def to_onnx(self, place: Place) -> None:
+        """TopK of the reversed values, because on a tie TopK returns the first index and Caffe the last."""
+        options = self.options
+        values, axis = place.bottom, self.axis
+        if axis is None:
+            values, axis = place.step("rows", "Flatten", values, axis=1), 1
+            length = product(place.bottom_dims[0][1:])
+        else:
+            length = place.bottom_dims[0][axis]
+        (length,) = fixed([length])
+        edges = [
+            place.value(name, [edge])
+            for name, edge in (("from", -1), ("to", np.iinfo(np.int64).min), ("axis", axis), ("step", -1))
+        ]
+        turned = place.step("turned", "Slice", values, *edges)
+        found, order = (place.writer.tensor(f"{self.name}.{part}") for part in ("values", "order"))
+        place.node("TopK", "top_k", [turned, place.value("count", [int(options.top_k)])], [found, order], axis=axis)
+        if self.axis is not None and options.out_max_val:
+            place.alias(found)
+            return
+        places = place.step("places", "Sub", place.value("last", np.int64(length - 1)), order)
+        if self.axis is not None:
+            place.top("Cast", places, to=FLOAT)
+            return
+        result = place.step("numbers", "Cast", places, to=FLOAT)
+        if options.out_max_val:
+            result = place.step("both", "Concat", result, found, axis=1)
+        place.top_reshaped(result)
 
 
 @register("Sort")
@@ -365,6 +417,13 @@ class Sort(TensorOperator):
         axis = canonical_axis(options.axis, bottom.dim(), self.name)
         values, places = bottom.sort(dim=axis, descending=options.descending, stable=True)
         return [values, places.to(bottom.dtype)]
+
+    def to_onnx(self, place: Place) -> None:
+        """TopK of all values."""
+        options, dims = self.parameter.sort_param, place.bottom_dims[0]
+        axis = canonical_axis(options.axis, len(dims), self.name)
+        (length,) = fixed(dims[axis : axis + 1])
+        _write_top_k(place, length, axis, largest=bool(options.descending))
 
 
 @register("TopK")
@@ -389,57 +448,17 @@ class TopK(TensorOperator):
         best = values.narrow(axis, 0, options.k).contiguous()
         return [best, places.narrow(axis, 0, options.k).to(bottom.dtype)]
 
+    def to_onnx(self, place: Place) -> None:
+        """TopK."""
+        options = self.parameter.topk_param
+        axis = canonical_axis(options.axis, len(place.bottom_dims[0]), self.name)
+        _write_top_k(place, int(options.k), axis, largest=bool(options.largest))
 
-@register("Nms")
-class Nms(Layer):
-    """Boxes (N, B, 4) and scores (N, classes, B) to rows (image, class, box index) of the boxes kept.
 
-    ONNX's NonMaxSuppression: boxes are (y1, x1, y2, x2), corners in any order, or with ``center_point_box`` (x centre,
-    y centre, width, height). Without ``max_output_boxes_per_class`` there is no limit.
-    """
-
-    bottom_count = (2, 2)
-    allows_in_place = False
-    no_gradient = (0, 1)
-
-    def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
-        options = self.options = self.parameter.nms_param
-        self.most = options.max_output_boxes_per_class if options.HasField("max_output_boxes_per_class") else None
-        self.threshold = options.score_threshold if options.HasField("score_threshold") else -float("inf")
-        if not 0 <= options.iou_threshold <= 1:
-            raise self.error(f"iou_threshold must lie between 0 and 1, got {options.iou_threshold}")
-        if self.most is not None and self.most < 0:
-            raise self.error(f"max_output_boxes_per_class must not be negative, got {self.most}")
-
-    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """(largest possible number of boxes, 3); forward sets the real number."""
-        boxes, scores = bottoms
-        fits = len(boxes) == len(scores) == BATCH_AXES and boxes[2] == CORNERS
-        if not fits or (boxes[0], boxes[1]) != (scores[0], scores[2]):
-            raise self.error(f"needs boxes (N, B, 4) and scores (N, classes, B), got {boxes} and {scores}")
-        each = scores[2] if self.most is None else min(self.most, scores[2])
-        return [(scores[0] * scores[1] * each, BATCH_AXES)]
-
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Suppress class by class."""
-        boxes, scores = self._corners(bottoms[0].detach()), bottoms[1].detach()
-        rows = [
-            [picture, label, int(index)]
-            for picture in range(scores.shape[0])
-            for label in range(scores.shape[1])
-            for index in self._keep(boxes[picture], scores[picture, label])
-        ]
-        return [torch.tensor(rows, dtype=torch.float32).reshape(-1, BATCH_AXES)]
-
-    def _corners(self, boxes: torch.Tensor) -> torch.Tensor:
-        first, second = boxes[..., :2], boxes[..., 2:]
-        if self.options.center_point_box:
-            return torch.cat([first - second / 2, first + second / 2], -1)
-        return torch.cat([torch.minimum(first, second), torch.maximum(first, second)], -1)
-
-    def _keep(self, boxes: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        likely = (scores > self.threshold).nonzero().reshape(-1)
-        order = likely[scores[likely].argsort(descending=True, stable=True)]
-        kept = list(islice(suppress(boxes[order], self.options.iou_threshold), self.most))
-        return order[kept]
+def _write_top_k(place: Place, count: int, axis: int, *, largest: bool) -> None:
+    """TopK, and its places as float if there is a second top."""
+    places = place.writer.tensor(f"{place.layer.name}.places")
+    inputs = [place.bottom, place.value("count", [count])]
+    place.node("TopK", "", inputs, [place.tops[0], places], axis=axis, largest=int(largest))
+    if len(place.tops) > 1:
+        place.top("Cast", places, index=1, to=FLOAT)

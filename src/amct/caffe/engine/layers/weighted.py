@@ -1,20 +1,24 @@
-"""Layers with weights: Convolution, DepthwiseConv, Deconvolution (up to three spatial axes), InnerProduct, Embed.
-
-Where it is faster, images are convolved with packed weights and a fused activation: the operators of oneDNN that
-torch's compiler uses. A torch build without them runs the plain convolution.
-"""
+"""Layers with weights: Convolution, DepthwiseConv, Deconvolution (up to three spatial axes), InnerProduct, Embed."""
 
 from __future__ import annotations
 
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import FoldedParameters, Layer, canonical_axis, count, register
-from amct.caffe.engine.layers.pooling import SPATIAL_AXES, Window, read_window
 from amct.caffe.engine.layers.quantization import FakeQuantized
+from amct.caffe.engine.onnx_place import INT64, Place
+from amct.caffe.engine.windows import (
+    SPATIAL_AXES,
+    bind_packed,
+    convolve_one_channel,
+    pack,
+    packing_is_worthwhile,
+    read_window,
+)
 from amct.numerics.arq import channels_first, from_channels_first
 from amct.numerics.integer import ConvolutionGeometry, integer_convolution, integer_linear
 from amct.numerics.settings import WeightKind
@@ -26,122 +30,6 @@ if TYPE_CHECKING:
     from amct.caffe.engine.layer import Activation
 
     Convolve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-#: torch's own limits: one small image with a small kernel is convolved by a matrix product.
-SMALLEST_INPUT = 20480
-LARGEST_SMALL_KERNEL = 3
-#: For that an image in channels_last would have to be converted first, unless the kernel is one pixel.
-SMALLEST_REORDERED_INPUT = 8192
-
-
-@cache
-def can_pack() -> bool:
-    """Whether this torch build has the operators and they compute correct results."""
-    try:
-        bottom, weight, bias = torch.ones(1, 2, 3, 3), torch.ones(4, 2, 1, 1), torch.full((4,), -3.0)
-        ones, none = (1, 1), (0, 0)
-        packed = torch.ops.mkldnn._reorder_convolution_weight(weight, none, ones, ones, 1, [1, 2, 3, 3])
-        result = torch.ops.mkldnn._convolution_pointwise(bottom, packed, bias, none, ones, ones, 1, "relu", [], "")
-    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
-        return False
-    return bool(torch.equal(result, torch.zeros(1, 4, 3, 3)))
-
-
-def packing_is_worthwhile(bottom: torch.Tensor, window: Window, group: int) -> bool:
-    """Whether the packed convolution can run on this input and is faster.
-
-    That is where torch itself uses oneDNN, which then need not reorder the weights each time, with dilation, and where
-    the input has oneDNN's layout.
-    """
-    is_reordered = max(window.kernel) > 1 and _is_reordered(bottom)
-    return (
-        (
-            bottom.numel() > (SMALLEST_REORDERED_INPUT if is_reordered else SMALLEST_INPUT)
-            or bottom.shape[0] > 1
-            or group > 1
-            or min(window.kernel) > LARGEST_SMALL_KERNEL
-            or max(window.dilation) > 1
-        )
-        and bottom.device.type == "cpu"
-        and bottom.dtype == torch.float32
-        and not torch.is_grad_enabled()
-        and can_pack()
-    )
-
-
-def _is_reordered(bottom: torch.Tensor) -> bool:
-    return bottom.is_contiguous(memory_format=torch.channels_last) and not bottom.is_contiguous()
-
-
-def pack(weight: torch.Tensor, window: Window, group: int, bottom_shape: torch.Size) -> torch.Tensor:
-    """The weights packed for bottoms of this shape."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_convolution_weight(
-        weight.contiguous(), window.pad, window.stride, window.dilation, group, list(bottom_shape)
-    )
-    return packed
-
-
-def bind_packed(
-    packed: torch.Tensor, bias: torch.Tensor | None, window: Window, group: int, activation: Activation
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A call that convolves, adds the bias and applies the activation in one pass; its result is channels_last."""
-    name, numbers = activation
-    kernel = torch.ops.mkldnn._convolution_pointwise.default
-    rest = packed, bias, list(window.pad), list(window.stride), list(window.dilation), group, name, list(numbers), ""
-    channels_last = torch.channels_last
-
-    def call(bottom: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = kernel(bottom.contiguous(memory_format=channels_last), *rest)
-        return result
-
-    return call
-
-
-def convolve_one_channel(
-    bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window
-) -> torch.Tensor:
-    """The convolution of (N, 1, H, W) with a weight (outputs, 1, kernel...)."""
-    result: torch.Tensor = _OneChannel.apply(bottom, weight, bias, window)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _OneChannel(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401 - torch's untyped context
-        bottom: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        window: Window,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(bottom, weight)
-        ctx.window, ctx.has_bias = window, bias is not None
-        return functional.conv2d(bottom, weight, bias, window.stride, window.pad, window.dilation)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - as above
-        bottom, weight = ctx.saved_tensors
-        window, outputs = ctx.window, weight.shape[0]
-        needs_bias = ctx.has_bias and ctx.needs_input_grad[2]
-        _, for_weight, for_bias = torch.ops.aten.convolution_backward(
-            gradients[0],
-            bottom,
-            weight,
-            [outputs] if ctx.has_bias else None,
-            window.stride,
-            window.pad,
-            window.dilation,
-            False,
-            [0, 0],
-            1,
-            [False, ctx.needs_input_grad[1], needs_bias],
-        )
-        columns = weight.reshape(outputs, -1).t() @ gradients[0].reshape(len(bottom), outputs, -1)
-        for_bottom = functional.fold(
-            columns, bottom.shape[2:], window.kernel, window.dilation, window.pad, window.stride
-        )
-        return for_bottom, for_weight, for_bias, None
-
 
 MAX_SPATIAL_AXES = 3
 #: Converting so few values to channels_last takes longer than it saves.
@@ -258,6 +146,24 @@ class _BaseConvolution(FakeQuantized):
             result = convolve(flat, weight, bias)
         return result.reshape(*lead, *result.shape[1:])
 
+    def write_onnx(self, place: Place, operator: str) -> None:
+        """One node per bottom, with the same weights."""
+        weights = [
+            place.parameter(0, "weight", self.weight_shape() if self.spatial_axes else (*self.weight_shape(), 1))
+        ]
+        if len(self.blobs) > 1:
+            weights.append(place.parameter(1, "bias", (self.outputs,)))
+        attributes = self.window.onnx_attributes(self.group)
+        for index, bottom in enumerate(place.bottoms):
+            if self.axis == 1 and self.spatial_axes:
+                place.top(operator, bottom, *weights, index=index, **attributes)
+                continue
+            # The axes before the channels are merged into the batch; without spatial axes one of size 1 is added.
+            suffix = "" if index == 0 else f".{index}"
+            dims = (None, *place.bottom_dims[index][self.axis :], *([] if self.spatial_axes else [1]))
+            flat = place.reshaped(bottom, dims, f"flat{suffix}")
+            place.top_reshaped(place.main(operator, flat, *weights, index=index, **attributes), index)
+
     def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Convolve a bottom that has exactly one batch axis."""
         raise NotImplementedError
@@ -307,6 +213,10 @@ class Convolution(_BaseConvolution):
             return functional.conv1d(bottom, weight, bias, groups=self.group)
         return _CONVOLVE[axes](bottom, weight, bias, window.stride, window.pad, window.dilation, self.group)
 
+    def to_onnx(self, place: Place) -> None:
+        """One Conv per bottom, with the same weights."""
+        self.write_onnx(place, "Conv")
+
 
 def _in_layout(parameters: list[torch.Tensor], layout: torch.memory_format) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weight in a memory format, and the bias."""
@@ -335,6 +245,10 @@ class Deconvolution(_BaseConvolution):
         if self.spatial_axes == 0:
             return functional.conv_transpose1d(bottom, weight, bias, groups=self.group)
         return _TRANSPOSED[axes](bottom, weight, bias, window.stride, window.pad, 0, self.group, window.dilation)
+
+    def to_onnx(self, place: Place) -> None:
+        """One ConvTranspose per bottom, with the same weights."""
+        self.write_onnx(place, "ConvTranspose")
 
 
 @register("DepthwiseConv", "ConvolutionDepthwise", "DepthwiseConvolution")
@@ -425,6 +339,22 @@ class InnerProduct(FakeQuantized):
         sums = integer_linear(flat, self.weight_rows(weight), bias, offset=offset)
         return sums.reshape(*bottom.shape[: self.axis], self.outputs)
 
+    def to_onnx(self, place: Place) -> None:
+        """Gemm of the flattened bottom."""
+        flat = place.bottom
+        is_matrix = self.axis == 1
+        if is_matrix and len(place.bottom_dims[0]) > 2:
+            flat = place.step("flat", "Flatten", flat, axis=1)
+        elif not is_matrix:
+            flat = place.reshaped(flat, (None, self.inputs), "flat")
+        weights = [place.parameter(0, "weight", transposed=bool(self.options.transpose))]
+        if len(self.blobs) > 1:
+            weights.append(place.parameter(1, "bias", (self.outputs,)))
+        if is_matrix:
+            place.top("Gemm", flat, *weights, transB=1)
+        else:
+            place.top_reshaped(place.main("Gemm", flat, *weights, transB=1))
+
 
 @register("Embed")
 class Embed(Layer):
@@ -456,3 +386,13 @@ class Embed(Layer):
             )
         rows = functional.embedding(index, parameters[0])
         return [rows + parameters[1] if len(parameters) > 1 else rows]
+
+    def to_onnx(self, place: Place) -> None:
+        """Gather of weight rows, plus the bias."""
+        index = place.step("index", "Cast", place.bottom, to=INT64)
+        table = place.parameter(0, "weight")
+        if len(self.blobs) == 1:
+            place.top("Gather", table, index, axis=0)
+            return
+        rows = place.step("rows", "Gather", table, index, axis=0)
+        place.top("Add", rows, place.parameter(1, "bias", (self.options.num_output,)))

@@ -1,17 +1,13 @@
-"""The ONNX form of a layer: how one is registered, and the place in the graph where it writes its nodes."""
+"""The place in an ONNX graph where a layer writes its nodes by its method ``to_onnx``."""
 
 from __future__ import annotations
 
-import importlib
 import math
-import pkgutil
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from amct.caffe.engine.layer import Layer
 from amct.errors import ExportError
 
 if TYPE_CHECKING:
@@ -19,13 +15,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from amct.caffe.engine.layer import Layer
     from amct.export.onnx.messages import GraphWriter
 
 
 Dims: TypeAlias = tuple[int | None, ...]
 """A shape; None is a size that depends on the batch size."""
-LayerT = TypeVar("LayerT", bound=Layer, covariant=True)
-FormT = TypeVar("FormT", bound="Callable[..., None]")
 
 FLOAT, INT64, BOOL = 1, 7, 9
 """Element types, as numbered by ONNX."""
@@ -38,14 +33,14 @@ class FollowsBatchError(Exception):
 
 
 @dataclass(eq=False)
-class Place(Generic[LayerT]):
+class Place:
     """One layer in the ONNX graph: the tensors it reads, the tensors it must write, their shapes.
 
     Each top must be written by ``top`` (or ``node`` with its name among the outputs), or declared by ``alias`` as an
     existing tensor.
     """
 
-    layer: LayerT
+    layer: Layer
     bottoms: list[str]
     tops: list[str]
     bottom_dims: list[Dims]
@@ -138,6 +133,18 @@ class Place(Generic[LayerT]):
             return self.step(part, operator, tensor, self.value(f"{part}_axes", list(axes)), keepdims=int(keep))
         return self.step(part, operator, tensor, axes=list(axes), keepdims=int(keep))
 
+    def centred(self, tensor: str, axes: list[int]) -> tuple[str, str]:
+        """Return x - mean over the axes, and the variance."""
+        centred = self.step("centred", "Sub", tensor, self.reduced("mean", "ReduceMean", tensor, axes))
+        squares = self.step("squares", "Mul", centred, centred)
+        return centred, self.reduced("variance", "ReduceMean", squares, axes)
+
+    def centred_and_deviation(self, tensor: str, axes: list[int], eps: float) -> tuple[str, str]:
+        """Return x - mean over the axes, and sqrt(variance + eps)."""
+        centred, variance = self.centred(tensor, axes)
+        shifted = self.step("shifted", "Add", variance, self.value("eps", eps))
+        return centred, self.step("deviation", "Sqrt", shifted)
+
     def error(self, message: str) -> ExportError:
         """An error that names the layer."""
         return ExportError(f'layer "{self.layer.name}" ({self.layer.type}): {message}')
@@ -161,46 +168,17 @@ def product(dims: Sequence[int | None]) -> int | None:
     return math.prod(known) if len(known) == len(dims) else None
 
 
-# -- registration ------------------------------------------------------------------------------------------------------
-
 _COMPUTING = frozenset({"run", "forward", "function", "compute", "convolve", "step", "reduce"})
 """Methods that define what a layer computes."""
 
-_forms: dict[type[Layer], Callable[[Any], None]] = {}
 
+def form_of(layer_class: type[Layer]) -> Callable[[Any, Place], None] | None:
+    """The method ``to_onnx`` of a layer class; None if it has none.
 
-def onnx_form(*classes: type[Layer]) -> Callable[[FormT], FormT]:
-    """Register a function as the ONNX form of layer classes and their subclasses."""
-
-    def register(form: FormT) -> FormT:
-        for layer_class in classes:
-            if layer_class in _forms:
-                raise TypeError(f"{layer_class.__name__} already has an ONNX form")
-            _forms[layer_class] = form
-        return form
-
-    return register
-
-
-@cache
-def _load_all() -> None:
-    package = importlib.import_module("amct.caffe.onnx.forms")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
-
-
-def form_of(layer_class: type[Layer]) -> Callable[[Place[Any]], None] | None:
-    """What writes a layer of a class as ONNX: its own ``to_onnx``, or the form of the nearest base class.
-
-    A subclass that computes something of its own does not have the form of its base.
+    A subclass that computes something of its own does not have that of its base.
     """
-    own = getattr(layer_class, "to_onnx", None)
-    if own is not None:
-        return lambda place: own(place.layer, place)
-    _load_all()
     for base in layer_class.__mro__:
-        if base in _forms:
-            return _forms[base]
-        if _COMPUTING.intersection(vars(base)):
-            return None
+        form: Callable[[Any, Place], None] | None = vars(base).get("to_onnx")
+        if form is not None or _COMPUTING.intersection(vars(base)):
+            return form
     return None
