@@ -26,7 +26,7 @@ from amct.report.filling import ReportSubject, report_content
 from amct.report.measuring import MeasuredReport, check_metric
 from amct.report.page import write_page
 from amct.report.summary import summary_html, summary_text
-from amct.search.sensitivity import LayerSensitivity, layer_sensitivity
+from amct.pipeline.sensitivity import LayerSensitivity, layer_sensitivity
 
 if TYPE_CHECKING:
     import os

@@ -1,1 +1,1 @@
-"""Which settings suit which layer: scores of single layers, on which a diagnosis or a search can decide."""
+"""Which settings reach a goal: a ladder of choices per layer, their comparison on samples, and a certificate."""
