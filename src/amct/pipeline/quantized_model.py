@@ -21,12 +21,12 @@ from amct.memory import free_unused_models
 from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, read_quant_json
 from amct.model.verdict import NOT_JUDGED
 from amct.pipeline.compare import FileLayers, WrittenFile, measure, qdq_file, reference
+from amct.pipeline.sensitivity import LayerSensitivity, layer_sensitivity
 from amct.report.content import SIMULATION
 from amct.report.filling import ReportSubject, report_content
 from amct.report.measuring import MeasuredReport, check_metric
 from amct.report.page import write_page
 from amct.report.summary import summary_html, summary_text
-from amct.pipeline.sensitivity import LayerSensitivity, layer_sensitivity
 
 if TYPE_CHECKING:
     import os
