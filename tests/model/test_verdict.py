@@ -8,7 +8,7 @@ import pytest
 
 from amct.model.quant_json import FileCheck, verdict_of_files
 from amct.model.verdict import LEVELS, RULE, Verdict, judge
-from amct.numerics.boxes import BoxComparison
+from amct.numerics.similarity import BoxComparison
 
 
 @pytest.mark.parametrize(

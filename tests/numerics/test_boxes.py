@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amct.numerics.boxes import BoxMatching, rows_of
+from amct.numerics.similarity import BoxMatching, rows_of
 
 FACE = [0, 1, 0.9, 10, 10, 30, 30]
 

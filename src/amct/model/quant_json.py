@@ -68,7 +68,7 @@ from amct.model.kinds import (
     Skip,  # noqa: TC001  pydantic reads the annotations
 )
 from amct.model.verdict import Level, Verdict, worst_of
-from amct.numerics.boxes import BoxComparison  # noqa: TC001  pydantic reads the annotations
+from amct.numerics.similarity import BoxComparison  # noqa: TC001  pydantic reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Callable

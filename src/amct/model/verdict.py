@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from amct.numerics.boxes import BoxComparison
+    from amct.numerics.similarity import BoxComparison
 
 Level = Literal["good", "acceptable", "poor", "broken"]
 LEVELS: tuple[Level, ...] = ("good", "acceptable", "poor", "broken")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from amct.model import Skip
     from amct.model.quant_json import FileCheck
-    from amct.numerics.boxes import BoxComparison
+    from amct.numerics.similarity import BoxComparison
     from amct.report.measuring import Measured
     from amct.report.network import Network
 

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
 from amct.model.quant_json import Measurement, MetricValues
 from amct.model.verdict import judge
-from amct.numerics.boxes import BoxMatching
-from amct.numerics.similarity import Comparison
+from amct.numerics.similarity import BoxMatching, Comparison
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.model.verdict import Verdict
-    from amct.numerics.boxes import BoxComparison
-    from amct.numerics.similarity import LayerComparison
+    from amct.numerics.similarity import BoxComparison, LayerComparison
     from amct.report.activations import InputStatistics
     from amct.report.content import ActivationContent, ReportContent
 

@@ -28,7 +28,7 @@ from amct.export.check.losses import (
     say_worse,
 )
 from amct.memory import give_back_freed
-from amct.numerics.boxes import rows_of
+from amct.numerics.similarity import rows_of
 from amct.pipeline.compare import first_outputs, measure
 
 if TYPE_CHECKING:

@@ -36,8 +36,7 @@ from amct.errors import ExportError
 from amct.export.check.batch import RANDOM
 from amct.model.quant_json import FileCheck
 from amct.model.verdict import judge
-from amct.numerics.boxes import LEAST_SCORE, BoxMatching
-from amct.numerics.similarity import Comparison
+from amct.numerics.similarity import LEAST_SCORE, BoxMatching, Comparison
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from amct.numerics.boxes import BoxComparison
+    from amct.numerics.similarity import BoxComparison
 
     OutputsByName = Mapping[str, NDArray[Any]]
 
