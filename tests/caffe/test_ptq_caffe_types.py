@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -127,9 +127,9 @@ DATA_ONLY = [
     Case("Sigmoid"),
     Case("Sort", shapes=(ROWS,), tops=2),
     Case("Threshold", "threshold_param { threshold: 0.3 }"),
-    Case("Scale", "scale_param { bias_term: true }"),
-    Case("BatchNorm", "batch_norm_param { use_global_stats: true }"),
-    Case("Bias"),
+    Case("Scale", "scale_param { bias_term: true }", (ROWS,)),
+    Case("BatchNorm", "batch_norm_param { use_global_stats: true }", (ROWS,)),
+    Case("Bias", shapes=(ROWS,)),
     Case("Reshape", "reshape_param { shape { dim: 0 dim: -1 } }"),
     Case("Reverse", "reverse_param { axis: 1 }"),
     Case("ShuffleChannel", "shuffle_channel_param { group: 2 }"),
@@ -199,13 +199,12 @@ def test_every_type_of_the_table_is_here():
 # ------------------------------------------------------------------ the flow
 
 
-def switched_on(case, folder, **options):
+def switched_on(case, folder):
     """Calibrated with two batches, the type switched on by hand where the generated config has it off."""
 
     def change(config):
         assert config["it"]["quant_enable"] is (case.kind not in OFF_BY_DEFAULT)
         config["it"]["quant_enable"] = True
-        config.update(options)
 
     flow = text_flow(case.text(), folder).configure(change=change)
     graph = flow.prepare()
@@ -243,12 +242,13 @@ def checked_entry(case, flow):
 
 
 def reads_positions(case):
-    return regions in case.makers or places in case.makers
+    return regions in case.makers or places in case.makers or case.kind == "Nms"
 
 
 @pytest.mark.parametrize("case", [*filter(reads_positions, DATA_ONLY)], ids=str)
 def test_layers_that_read_coordinates_or_indices_stay_float(case, tmp_path):
-    with pytest.raises(ConfigError, match=r'its bottom "b1" holds coordinates or indices, which cannot be rounded'):
+    wanted = rf'its bottom "b{int(case.kind != "Nms")}" holds coordinates or indices, which cannot be rounded'
+    with pytest.raises(ConfigError, match=wanted):
         switched_on(case, tmp_path)
 
 
@@ -271,14 +271,45 @@ layer { name: "flat" type: "Flatten" bottom: "z" top: "f" }
     assert {name: text for name, text in refusals.items() if text} == wanted
 
 
+READS = """
+layer { name: "in" type: "Input" top: "x" top: "y" input_param { shape { dim: 2 dim: 300 } shape { dim: 2 dim: 9 } } }
+layer { name: "before" type: "Power" bottom: "y" top: "moved" power_param { scale: 0.5 } }
+%s
+layer { name: "after" type: "Flatten" bottom: "made" top: "flat" }
+"""
+
+
+@pytest.mark.parametrize(
+    ("layer", "floats"),
+    [
+        ('type: "ArgMax" bottom: "x" top: "made"', ["after"]),
+        ('type: "ArgMax" bottom: "x" top: "made" argmax_param { axis: 1 out_max_val: true }', []),
+        ('type: "ArgMin" bottom: "x" top: "made"', ["after"]),
+        ('type: "Sort" bottom: "x" top: "values" top: "made"', ["after"]),
+        ('type: "TopK" bottom: "x" top: "values" top: "made"', ["after"]),
+        ('type: "Embed" bottom: "moved" top: "made"', ["before"]),
+        ('type: "BatchReindex" bottom: "x" bottom: "moved" top: "made"', ["before"]),
+        ('type: "Filter" bottom: "x" bottom: "moved" top: "made"', ["before"]),
+        ('type: "LSTM" bottom: "x" bottom: "moved" top: "made"', ["before"]),
+        ('type: "Accuracy" bottom: "x" bottom: "moved" top: "made"', ["before"]),
+        ('type: "SoftmaxWithLoss" bottom: "x" bottom: "moved" top: "made"', ["before"]),
+        ('type: "Scale" bottom: "x" bottom: "moved" top: "made"', []),
+    ],
+)
+def test_indices_labels_and_marks_are_not_rounded(layer, floats, tmp_path):
+    """A class among 300, an index that picks rows, a label: steps of 8 bits would give another one."""
+    (tmp_path / "net.prototxt").write_text(READS % f'layer {{ name: "it" {layer} }}')
+    refused = {info.name for info in layer_list(tmp_path / "net.prototxt") if info.refusal}
+    assert sorted(refused) == floats
+
+
 @pytest.mark.parametrize("case", [case for case in DATA_ONLY if not reads_positions(case)], ids=str)
 def test_data_only(case, tmp_path):
     """Fake-quant, deploy and the float layer fed with what NumPy rounds are equal to the last bit.
 
     All three compute in float32 on the same numbers; deploy layers that stay on integers only move or select them.
     """
-    options = {"do_fusion": False} if case.kind in FOLDED else {}
-    flow = switched_on(case, tmp_path, **options)
+    flow = switched_on(case, tmp_path)
     entry = checked_entry(case, flow)
     assert not entry.scale_w
     for kind, after in (("fake_quant", 0), ("deploy", case.tops)):
@@ -374,8 +405,8 @@ def test_with_weights(case, tmp_path):
 
 @pytest.mark.parametrize("kind", FOLDED)
 def test_folded_types_that_stand_alone_become_depthwise(kind, tmp_path):
-    """With fusion on, what stands alone and is switched on is a DepthwiseConv on int8 weights."""
-    (case,) = [case for case in DATA_ONLY if case.kind == kind]
+    """What stands alone in pictures and is switched on is a DepthwiseConv on int8 weights."""
+    (case,) = [replace(case, shapes=(IMAGE,)) for case in DATA_ONLY if case.kind == kind]
     flow = switched_on(case, tmp_path)
     entry = checked_entry(case, flow)
     assert len(entry.scale_w) == 4

@@ -147,13 +147,19 @@ SAME_TYPE = {
     "HardSwish": "Hswish",
     "HSwish": "Hswish",
 }
-#: The tops and the bottoms, by number, that hold coordinates or indices.
-_MAKES_POSITIONS = {"PriorBox": (0,), "Proposal": (0,), "DetectionOutput": (0,), "Pooling": (1,)}
+#: The tops and the bottoms, by number, that hold coordinates or indices: boxes, classes, positions, marks of 0 and 1.
+_MAKES_POSITIONS = {
+    "PriorBox": (0,), "Proposal": (0,), "DetectionOutput": (0,), "YoloDetectionOutput": (0,), "Yolov3DetectionOutput": (0,),
+    "Nms": (0,), "Pooling": (1,), "ArgMax": (0,), "ArgMin": (0,), "Sort": (1,), "TopK": (1,),
+}  # fmt: skip
 _READS_POSITIONS = {
-    "ROIPooling": (1,), "PSROIPooling": (1,), "ROIAlign": (1,), "Upsample": (1,), "Unpooling": (1,),
-    "DetectionOutput": (2,),
+    "ROIPooling": (1,), "PSROIPooling": (1,), "ROIAlign": (1,), "Upsample": (1,), "Unpooling": (1,), "Nms": (0,),
+    "DetectionOutput": (2,), "Embed": (0,), "BatchReindex": (1,), "Filter": (-1,), "LSTM": (1,), "RNN": (1,), "GRU": (1,),
+    "Accuracy": (1,), "SoftmaxWithLoss": (1,), "MultinomialLogisticLoss": (1,), "InfogainLoss": (1,), "HingeLoss": (1,),
 }  # fmt: skip
 _MOVING = ("Concat", "Slice", "Split", "Reshape", "Flatten", "Permute", "Tile", "Reverse")
+#: With one bottom these turn coordinates into coordinates: boxes of one size become boxes of another.
+_SCALING = ("Power", "Scale", "Bias")
 
 
 def layer_list(prototxt: AnyPath, custom_proto: AnyPath | None = None) -> LayerList:
@@ -224,10 +230,14 @@ def _layer_info(layer: ProtoMessage, positions: Collection[str]) -> LayerInfo:
 
 def _blobs_of_positions(net: ProtoMessage) -> set[str]:
     """The blobs of coordinates and indices, as they are made or as a layer reads them; also where others move them."""
-    found = {layer.top[at] for layer in net.layer for at in _MAKES_POSITIONS.get(layer.type, ()) if at < len(layer.top)}
+    found: set[str] = set()
     for layer in net.layer:
+        if not (layer.type == "ArgMax" and layer.argmax_param.out_max_val and layer.argmax_param.HasField("axis")):
+            found.update(layer.top[at] for at in _MAKES_POSITIONS.get(layer.type, ()) if at < len(layer.top))
         found.update(layer.bottom[at] for at in _READS_POSITIONS.get(layer.type, ()) if at < len(layer.bottom))
-    moving = [layer for layer in net.layer if layer.type in _MOVING]
+    moving = [
+        layer for layer in net.layer if layer.type in _MOVING or (layer.type in _SCALING and len(layer.bottom) == 1)
+    ]
     size = -1
     while size < len(found):
         size = len(found)
