@@ -224,6 +224,33 @@ def test_convert_has_the_shorter_list_of_types(tmp_path):
         convert(flow, tmp_path / "r.txt")
 
 
+REGIONS = """
+layer { name: "in" type: "Input" top: "x" top: "rois"
+  input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } shape { dim: 5 dim: 5 } } }
+layer { name: "conv" type: "Convolution" bottom: "x" top: "y" convolution_param { num_output: 3 kernel_size: 1 } }
+layer { name: "roi" type: "ROIPooling" bottom: "y" bottom: "rois" top: "z"
+  roi_pooling_param { pooled_h: 2 pooled_w: 2 } }
+"""
+
+
+def test_factors_of_regions_are_not_used(tmp_path, caplog, monkeypatch):
+    """A record of the patched Caffe has factors for both bottoms of ROIPooling; rounded regions would be others."""
+    monkeypatch.setenv("AMCT_LOG_LEVEL", "warning")
+    flow = text_flow(REGIONS, tmp_path)
+    data = "scale_d: 0.5 offset_d: 3 num_bits_d: 8"
+    (tmp_path / "record.txt").write_text(
+        f'record {{ key: "conv" value {{ scale_w: 0.01 offset_w: 0 record_d {{ {data} index: 0 }} }} }}\n'
+        f'record {{ key: "roi" value {{ record_d {{ {data} index: 0 }} record_d {{ {data} index: 1 }} }} }}\n'
+    )
+    convert(flow, tmp_path / "record.txt")
+    assert 'layer "roi" has factors in' in caplog.text
+    assert 'stays float: its bottom "rois" holds coordinates or indices' in caplog.text
+    net = prototxt(tmp_path / "conv" / "net_fake_quant_model.prototxt")
+    assert [layer.quant_param.object_layer for layer in net.layer if layer.type == "Quant"] == ["conv"]
+    written = json.loads((tmp_path / "conv" / "net_quant.json").read_text())
+    assert "coordinates" in json.dumps(written)
+
+
 def test_convert_refuses_quantized_models(golden, tmp_path):
     flow = golden_flow("legacy_v0", golden, tmp_path).configure()
     flow.run()

@@ -149,13 +149,14 @@ SAME_TYPE = {
 }
 #: The tops and the bottoms, by number, that hold coordinates or indices: boxes, classes, positions, marks of 0 and 1.
 _MAKES_POSITIONS = {
-    "PriorBox": (0,), "Proposal": (0,), "DetectionOutput": (0,), "YoloDetectionOutput": (0,), "Yolov3DetectionOutput": (0,),
-    "Nms": (0,), "Pooling": (1,), "ArgMax": (0,), "ArgMin": (0,), "Sort": (1,), "TopK": (1,),
+    "PriorBox": (0,), "Proposal": (0,), "DetectionOutput": (0,), "YoloDetectionOutput": (0,), "Nms": (0,),
+    "Yolov3DetectionOutput": (0,), "Pooling": (1,), "ArgMax": (0,), "ArgMin": (0,), "Sort": (1,), "TopK": (1,),
 }  # fmt: skip
 _READS_POSITIONS = {
     "ROIPooling": (1,), "PSROIPooling": (1,), "ROIAlign": (1,), "Upsample": (1,), "Unpooling": (1,), "Nms": (0,),
-    "DetectionOutput": (2,), "Embed": (0,), "BatchReindex": (1,), "Filter": (-1,), "LSTM": (1,), "RNN": (1,), "GRU": (1,),
-    "Accuracy": (1,), "SoftmaxWithLoss": (1,), "MultinomialLogisticLoss": (1,), "InfogainLoss": (1,), "HingeLoss": (1,),
+    "DetectionOutput": (2,), "Embed": (0,), "BatchReindex": (1,), "Filter": (-1,), "LSTM": (1,), "RNN": (1,),
+    "GRU": (1,), "Accuracy": (1,), "SoftmaxWithLoss": (1,), "MultinomialLogisticLoss": (1,), "InfogainLoss": (1,),
+    "HingeLoss": (1,),
 }  # fmt: skip
 _MOVING = ("Concat", "Slice", "Split", "Reshape", "Flatten", "Permute", "Tile", "Reverse")
 #: With one bottom these turn coordinates into coordinates: boxes of one size become boxes of another.

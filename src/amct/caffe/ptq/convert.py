@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amct.arguments import input_file
 from amct.caffe.model import FEEDFORWARD_TYPES, CaffeModel, read_model
-from amct.caffe.prototxt import start_function
+from amct.caffe.prototxt import layer_infos, start_function
 from amct.caffe.ptq.checking import reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics, fuse
@@ -80,6 +81,10 @@ def convert_model(
     model = original.copy()
     fusion = fuse(model, skip=[name for name, entry in record.items() if entry.skip_fusion])
     record = _checked(record, original, model)
+    refused = {info.name: info.refusal for info in layer_infos(model.net) if info.refusal}
+    for name in refused.keys() & record.layers.keys():
+        logger.warning('layer "%s" has factors in %s and stays float: %s', name, record.source, refused[name])
+    record = replace(record, layers={name: entry for name, entry in record.items() if name not in refused})
     weights = {
         layer.name: given_weights(layer, model.weights[layer.name], record[layer.name].scale_w)
         for layer in model.layers
@@ -90,7 +95,9 @@ def convert_model(
     notes = SaveNotes(
         original=original,
         fusion=fusion,
-        not_quantized={layer.name: reason for layer in model.layers if layer.name not in record.layers},
+        not_quantized={
+            layer.name: refused.get(layer.name) or reason for layer in model.layers if layer.name not in record.layers
+        },
     )
     request = SaveRequest(
         where=prefix_of(save_path),
