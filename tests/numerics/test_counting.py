@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from amct.errors import CalibrationError
 from amct.numerics.counts.histogram import MANTISSA_BITS, SHORT_TAIL, FloatHistogram
-from amct.numerics.counts.loops import BLOCKS, Runs, limits_of, range_of, scan_and_count, steps_beyond
+from amct.numerics.counts.loops import BLOCKS, CountedRuns, limits_of, range_of, scan_and_count, steps_beyond
 from amct.numerics.counts.tables import LARGEST_INTERVAL, RUN, sampling_interval
 from amct.numerics.ifmr import IfmrObserver
 
@@ -135,7 +135,7 @@ def test_no_channel_and_no_column_is_preferred(channels, every):
     for channel in (channels_last, np.sort(channels_last)):
         values = ((first_bin + channel) << (23 - MANTISSA_BITS)).astype(np.uint32).view(np.float32)
         table = np.zeros(TABLE_SIZE, np.uint32)
-        look = scan_and_count(values, table, MANTISSA_BITS, limits_of(-np.inf, np.inf), 0, Runs(every))
+        look = scan_and_count(values, table, MANTISSA_BITS, limits_of(-np.inf, np.inf), 0, CountedRuns(every))
         counted = table[first_bin : first_bin + channels]
         assert counted.sum() == look.counted == count // (RUN * every) * RUN
         # As even as by chance, at least: the deviation of a count is below its root.
@@ -149,7 +149,7 @@ def test_what_is_counted_and_collected_is_that_of_numpy(size, every):
     """Whatever portions a batch is scanned and counted in."""
     values = np.maximum(normal(size), np.float32(-0.5))
     table, limits = np.zeros(TABLE_SIZE, np.uint32), (-0.5, 2.5)
-    look = scan_and_count(values, table, MANTISSA_BITS, limits_of(*limits), size, Runs(every, 0, 3))
+    look = scan_and_count(values, table, MANTISSA_BITS, limits_of(*limits), size, CountedRuns(every, 0, 3))
     groups = np.arange(values.size // (RUN * every), dtype=np.uint64)
     fractions = (groups * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
     runs = (groups * np.uint64(every) + (fractions * np.uint64(every) >> np.uint64(32))).astype(np.int64)
@@ -188,7 +188,7 @@ def test_values_that_are_not_finite_are_counted_inside_the_table():
     memory = np.zeros(2 * TABLE_SIZE, np.uint32)
     for every in (1, 2):
         values, limits = patterns.view(np.float32), limits_of(-np.inf, np.inf)
-        look = scan_and_count(values, memory[:TABLE_SIZE], MANTISSA_BITS, limits, 0, Runs(every))
+        look = scan_and_count(values, memory[:TABLE_SIZE], MANTISSA_BITS, limits, 0, CountedRuns(every))
         assert not look.is_finite
     assert not memory[TABLE_SIZE:].any()
     assert memory[TABLE_SIZE - (1 << MANTISSA_BITS) : TABLE_SIZE].all()

@@ -192,7 +192,7 @@ _NAME = re.compile(
 )
 
 
-class Writer(Enum):
+class WriterState(Enum):
     """The state of the process that created a hidden file."""
 
     ALIVE = "alive"
@@ -216,33 +216,33 @@ def notice_names(folder: Path) -> list[str]:
     return [name for name in _names_in(folder) if _kind(name) == NOTICE]
 
 
-def writer_of(name: str) -> Writer:
+def writer_of(name: str) -> WriterState:
     """Return the state of the process that created a hidden file, from the file's name."""
     match = _NAME.fullmatch(name)
     if match is None or match["machine"] != _machine():
-        return Writer.FOREIGN
-    return Writer.ALIVE if _start_time(int(match["pid"])) == int(match["start"]) else Writer.DEAD
+        return WriterState.FOREIGN
+    return WriterState.ALIVE if _start_time(int(match["pid"])) == int(match["start"]) else WriterState.DEAD
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary files of dead processes from a folder; only regular files of this user with our names."""
-    writers: dict[str, Writer] = {}  # cached, because a group may have thousands of files of one process
+    writers: dict[str, WriterState] = {}  # cached, because a group may have thousands of files of one process
     for name in _names_in(folder):
         if _kind(name) != TEMPORARY:
             continue
         writer = name.rpartition("-")[0]
         if writer not in writers:
             writers[writer] = writer_of(name)
-        if writers[writer] is not Writer.ALIVE:
+        if writers[writer] is not WriterState.ALIVE:
             _remove_leftover(folder / name, writers[writer])
 
 
-def _remove_leftover(path: Path, writer: Writer) -> None:
+def _remove_leftover(path: Path, writer: WriterState) -> None:
     with suppress(OSError):  # harmless: the next write tries again
         found = path.lstat()
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
         is_old = time.time() - found.st_mtime > _FOREIGN_AGE_SECONDS  # longer than any write takes
-        if is_ours and (writer is Writer.DEAD or is_old):
+        if is_ours and (writer is WriterState.DEAD or is_old):
             path.unlink()
 
 

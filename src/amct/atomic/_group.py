@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from amct.atomic._disk import (
     NOTICE,
     TEMPORARY,
-    Writer,
+    WriterState,
     create,
     file_error,
     new_path,
@@ -73,7 +73,7 @@ def check_whole(*paths: str | os.PathLike[str]) -> None:
     for folder, files in folders.items():
         while (notice := next((each for each in notices_in(folder) if each.files & files.keys()), None)) is not None:
             writer = writer_of(notice.path.name)
-            if writer is Writer.DEAD or time.monotonic() > deadline:
+            if writer is WriterState.DEAD or time.monotonic() > deadline:
                 raise interrupted(files[min(notice.files & files.keys())], notice, writer)
             time.sleep(_POLL_SECONDS)
 
@@ -109,14 +109,14 @@ def _state(path: Path) -> tuple[int, ...] | None:
     return about.st_dev, about.st_ino, about.st_mtime_ns, about.st_size
 
 
-def interrupted(path: Path, notice: Notice, writer: Writer = Writer.DEAD) -> FileError:
+def interrupted(path: Path, notice: Notice, writer: WriterState = WriterState.DEAD) -> FileError:
     """Return the error for a file that a notice lists."""
     others = sorted(notice.files - {path.name})
     beside = f" together with {_listed(others)}" if others else ""
     happened = {
-        Writer.DEAD: "was interrupted",
-        Writer.ALIVE: f"has been running for more than {_PATIENCE_SECONDS:.0f} seconds, or failed",
-        Writer.FOREIGN: "was interrupted, or is still running on another machine",
+        WriterState.DEAD: "was interrupted",
+        WriterState.ALIVE: f"has been running for more than {_PATIENCE_SECONDS:.0f} seconds, or failed",
+        WriterState.FOREIGN: "was interrupted, or is still running on another machine",
     }[writer]
     return FileError(
         f'"{path}" cannot be used: the save that writes it{beside} {happened}, so the files may be old and new ones '

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from amct.export.check.losses import Reference
     from amct.export.formats import Exported, ExportReport, LayerReport
-    from amct.export.onnx.float_weights import FloatWeight
+    from amct.export.onnx.float_weights import LargeFloatWeight
     from amct.export.request import SaveRequest
     from amct.model import Skip
     from amct.model.quant_json import FileCheck
@@ -100,7 +100,7 @@ def save_files(files: ModelFiles) -> Saved:
     checks: dict[str, FileCheck | None] = {}
     not_written: dict[str, str] = {}
     verdict, proposals = None, tuple[str, ...]()
-    left_float: dict[str, FloatWeight] = {}
+    left_float: dict[str, LargeFloatWeight] = {}
     with FileGroup() as group:
         for name in request.formats:
             exported = files.export(name)
@@ -145,7 +145,7 @@ def save_files(files: ModelFiles) -> Saved:
     return Saved(written, verdict)
 
 
-def _left_float(name: str, exported: Exported | ExportError) -> dict[str, FloatWeight]:
+def _left_float(name: str, exported: Exported | ExportError) -> dict[str, LargeFloatWeight]:
     """The large weights of a model that are float as it will be written; those of a simulation are so on purpose."""
     if name == "fake_quant" or not isinstance(exported, ExportedModel):
         return {}

@@ -44,7 +44,7 @@ _PARTS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
+class ObservedNames:
     """The observed tensors of a layer: its input; recurrent layers: also initial state (if any) and output."""
 
     input: str
@@ -89,7 +89,7 @@ def start_calibration(prepared: OnnxPreparation, ranks: Ranks = ALONE) -> Calibr
 
 
 def _watching(
-    model: ModelProto, kept: KeptWeights, watched: Mapping[str, Watched], between: Collection[str]
+    model: ModelProto, kept: KeptWeights, watched: Mapping[str, ObservedNames], between: Collection[str]
 ) -> Callable[[Feeds], Iterable[dict[str, NDArray[Any]]]]:
     """A function that runs the model and returns the watched tensors, those of a large model in parts."""
     names = [*(name for each in watched.values() for name in each.names), *between]
@@ -99,7 +99,7 @@ def _watching(
     return PartRunner(model, kept, names, _places_to_cut(model, watched)).run
 
 
-def _places_to_cut(model: ModelProto, watched: Mapping[str, Watched]) -> set[str]:
+def _places_to_cut(model: ModelProto, watched: Mapping[str, ObservedNames]) -> set[str]:
     """Outputs of the nodes that read a layer's input first, in ``_PARTS`` parts of equally many layers."""
     inputs = {each.input for each in watched.values()}
     readers = [node.output[0] for node in model.graph.node if not inputs.isdisjoint(node.input)]
@@ -120,7 +120,7 @@ class _Observation:
         self,
         session: CalibrationSession,
         prepared: OnnxPreparation,
-        watched: Mapping[str, Watched],
+        watched: Mapping[str, ObservedNames],
         between: Collection[str],
     ) -> None:
         self._session, self._prepared, self._between = session, prepared, between
@@ -139,7 +139,7 @@ class _Observation:
                 del self._waiting[layer]
                 self._observe_layer(layer, tensors)
 
-    def _observe_layer(self, layer: str, tensors: Watched) -> None:
+    def _observe_layer(self, layer: str, tensors: ObservedNames) -> None:
         weights = self._prepared.weights[layer]
         self._session.observe(layer, weights.balanced_input(as_tensor(self._values[tensors.input])))
         if tensors.output is not None:
@@ -153,7 +153,7 @@ class _Observation:
             del self._values[name]
 
 
-def watch_layers(model: ModelProto, prepared: OnnxPreparation) -> tuple[ModelProto, dict[str, Watched]]:
+def watch_layers(model: ModelProto, prepared: OnnxPreparation) -> tuple[ModelProto, dict[str, ObservedNames]]:
     """Find the tensors to observe for each quantized layer, in a model with the nodes of the folded one.
 
     Returns:
@@ -168,12 +168,12 @@ def watch_layers(model: ModelProto, prepared: OnnxPreparation) -> tuple[ModelPro
     return graph.build(), watched
 
 
-def _watched(layer: OnnxLayer) -> Watched:
+def _watched(layer: OnnxLayer) -> ObservedNames:
     if not layer.kind.is_recurrent:
-        return Watched(input=layer.reader.input[0])
+        return ObservedNames(input=layer.reader.input[0])
     assert layer.recurrent_weight is not None
     state = layer.node.input[5] if len(layer.node.input) > 5 else ""
-    return Watched(
+    return ObservedNames(
         input=layer.node.input[0],
         state=state or None,
         output=layer.node.output[0],

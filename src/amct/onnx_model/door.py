@@ -25,7 +25,7 @@ from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers, float_weights, put_weights
 from amct.onnx_model.reading import input_shape, read_model, with_opset
 from amct.pipeline import flow
-from amct.pipeline.preparation import Preparation, enabled_layers
+from amct.pipeline.preparation import PreparedForOnnx, enabled_layers
 from amct.pipeline.weights import quantize_weights
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OnnxPreparation(Preparation):
+class OnnxPreparation(PreparedForOnnx):
     """A prepared ONNX model.
 
     Attributes:

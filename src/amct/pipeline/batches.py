@@ -216,7 +216,7 @@ class _SomeBatches:
         return itertools.islice(iter(self._sampler), self._first, None, self._step)
 
 
-class Source(Protocol):
+class StoredData(Protocol):
     """Data on disk that is read in batches."""
 
     def __len__(self) -> int: ...
@@ -238,7 +238,7 @@ class FirstBatches:
         most: The bytes of all that is kept; the first batch is always kept.
     """
 
-    def __init__(self, data: Source, most: int = MOST_BYTES) -> None:
+    def __init__(self, data: StoredData, most: int = MOST_BYTES) -> None:
         self._data = data
         self._left = most
         self._kept: list[Any] = []

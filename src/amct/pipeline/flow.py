@@ -161,7 +161,7 @@ class _Noted(Iterator[Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationFile:
-    """Where the state of a calibration is kept, and whether one that exists is gone on from.
+    """Where the state of a calibration is kept, and whether a calibration continues from one that exists.
 
     Attributes:
         path: The file; each of several processes puts its number into the name.

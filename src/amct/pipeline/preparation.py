@@ -69,7 +69,7 @@ class LayerInput:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Preparation(ABC):
+class PreparedForOnnx(ABC):
     """A folded model with quantized weights.
 
     Attributes:

@@ -16,7 +16,7 @@ from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.runtime import as_tensor
 from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline.door import Calibration
-from amct.pipeline.preparation import Preparation, enabled_layers
+from amct.pipeline.preparation import PreparedForOnnx, enabled_layers
 from amct.pipeline.weights import quantize_weights
 from amct.pytorch.adaround import learn_rounding
 from amct.pytorch.calibrating import start_calibration
@@ -52,7 +52,7 @@ AdaRoundMode = Literal["plain", "fast"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TorchPreparation(Preparation):
+class TorchPreparation(PreparedForOnnx):
     """A prepared torch model.
 
     Attributes:

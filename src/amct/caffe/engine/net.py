@@ -153,7 +153,7 @@ class Net:
                 for callback in after:
                     callback(step.node.index)
         if not watched:
-            self._bind(plan, is_whole=start == 0 and last == len(self.graph.nodes) - 1)
+            self._bind(plan)
         return loss
 
     def backward(self, start: int | None = None, end: int = 0) -> None:
@@ -258,9 +258,8 @@ class Net:
             plan = self._plans[key] = build_plan(self.graph, start, end, literal=literal, kept=kept)
         return plan
 
-    def _bind(self, plan: PassPlan, *, is_whole: bool) -> None:
-        """Find a way to repeat the pass that was just run; ``is_whole`` if the plan has all layers of the net."""
-        del is_whole
+    def _bind(self, plan: PassPlan) -> None:
+        """Find a way to repeat the pass that was just run."""
         plan.bind()
 
     def _blobs(self, indices: list[int]) -> list[Blob]:

@@ -113,8 +113,10 @@ class Step:
 class PassPlan:
     """The steps of a forward pass, and after the first pass, if nothing but the values changes, a way to repeat it."""
 
-    def __init__(self, steps: list[Step], *, frees_blobs: bool) -> None:
+    def __init__(self, steps: list[Step], *, is_whole: bool, frees_blobs: bool) -> None:
         self.steps = steps
+        self.is_whole = is_whole
+        """Whether it runs all layers of the net."""
         self.stale = _stale(steps)
         """Blobs to free before the first step, because they are written before they are read."""
         self.repeat: Callable[[], None] | None = None
@@ -226,7 +228,7 @@ def build_plan(graph: NetGraph, start: int, end: int, *, literal: bool, kept: Co
         _find_mirrors(graph, steps)
     else:
         _release_after_last_use(graph, steps, kept)
-    return PassPlan(steps, frees_blobs=kept is not None)
+    return PassPlan(steps, is_whole=len(nodes) == len(graph.nodes), frees_blobs=kept is not None)
 
 
 def _allow_overwriting(graph: NetGraph, steps: list[Step], kept: Collection[int] | None) -> None:

@@ -89,8 +89,8 @@ class Net(EngineNet):
         if weights is not None:
             self.copy_from(weights)
 
-    def _bind(self, plan: PassPlan, *, is_whole: bool) -> None:
-        if self._runtime is None or not is_whole:
+    def _bind(self, plan: PassPlan) -> None:
+        if self._runtime is None or not plan.is_whole:
             plan.bind()
         else:
             self._runtime.bind(self, plan)

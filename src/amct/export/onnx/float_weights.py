@@ -22,7 +22,7 @@ _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE,
 
 
 @dataclass(frozen=True, kw_only=True)
-class FloatWeight:
+class LargeFloatWeight:
     """A large weight in float: its name, its share of all stored numbers, and the nodes that read it."""
 
     name: str
@@ -43,7 +43,7 @@ class FloatWeight:
         return Skip(self.name, f"{said}, which is no layer that can be quantized")
 
 
-def large_float_weights(model: ModelProto, quantized: Collection[str] = ()) -> list[FloatWeight]:
+def large_float_weights(model: ModelProto, quantized: Collection[str] = ()) -> list[LargeFloatWeight]:
     """The large float weights of a model, in the order of the file.
 
     Args:
@@ -59,13 +59,13 @@ def large_float_weights(model: ModelProto, quantized: Collection[str] = ()) -> l
         for name in large.keys() & reads(node) if node.name not in quantized else ():
             readers[name].append(node)
     return [
-        FloatWeight(name=name, share=size / total, readers=readers[name])
+        LargeFloatWeight(name=name, share=size / total, readers=readers[name])
         for name, size in large.items()
         if readers[name]
     ]
 
 
-def not_said(weights: Iterable[FloatWeight], said: Collection[Skip]) -> list[Skip]:
+def not_said(weights: Iterable[LargeFloatWeight], said: Collection[Skip]) -> list[Skip]:
     """A line for each weight of which no line tells yet."""
     return [weight.skip() for weight in weights if not any(map(weight.is_said_by, said))]
 

@@ -19,7 +19,7 @@ from amct.export.onnx.layer import layer_report, share_weights
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.qdq.auto import fastest_placement
 from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes
-from amct.export.qdq.placement import FastPlacement, FastPlanner, LayerInput, Source, has_integer_kernel
+from amct.export.qdq.placement import FastPlacement, FastPlanner, InputToQuantize, ParameterSource, has_integer_kernel
 from amct.export.qdq.rewrites import (
     balance_inputs,
     fold_balance,
@@ -150,9 +150,9 @@ def _place_fast(
     skipped = _left_float(kept_float)
     layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
 
-    def observed(tensor: str) -> Source | None:
+    def observed(tensor: str) -> ParameterSource | None:
         found = tensors.get(tensor)
-        return None if found is None or found.bits != 8 or found.mean is not None else Source(qparams=found)
+        return None if found is None or found.bits != 8 or found.mean is not None else ParameterSource(qparams=found)
 
     every = [*layers, *kept_float]
     left_float = tensors_kept_float(graph, tensors, float_tensors)
@@ -165,11 +165,11 @@ def _place_fast(
     return layers, placed, skipped
 
 
-def _inputs(layers: Sequence[OnnxLayer]) -> dict[str, LayerInput]:
+def _inputs(layers: Sequence[OnnxLayer]) -> dict[str, InputToQuantize]:
     """How the layers read their inputs, after calibration."""
     return {
-        layer.name: LayerInput(
-            source=Source(qparams=layer.qparams.input),
+        layer.name: InputToQuantize(
+            source=ParameterSource(qparams=layer.qparams.input),
             bits=layer.qparams.input.bits,
             is_balanced=layer.qparams.balance is not None,
         )
@@ -211,8 +211,8 @@ def plan_tensors(
     graph, layers, _ = find_layers(model, bindings)
     with_balance = {layer.name for layer in layers if layer.layer in balanced}
     inputs = {
-        layer.name: LayerInput(
-            source=Source(layer=layer.layer),
+        layer.name: InputToQuantize(
+            source=ParameterSource(layer=layer.layer),
             bits=16 if layer.layer in other_bits else 8,
             is_balanced=layer.name in with_balance,
         )
@@ -224,7 +224,7 @@ def plan_tensors(
     for name in folded_balance(graph, quantized, with_balance):
         inputs[name] = replace(inputs[name], is_balanced=False)
     layers = [*quantized, *(layer for layer in layers if not has_integer_kernel(layer))]
-    planner = FastPlanner(graph, layers, inputs, lambda tensor: Source(tensor=tensor), imprecise_sums(graph))
+    planner = FastPlanner(graph, layers, inputs, lambda tensor: ParameterSource(tensor=tensor), imprecise_sums(graph))
     placed = planner.run()
     sources = (*placed.quantized_for_readers.values(), *placed.integer_tensors.values())
     shared = {

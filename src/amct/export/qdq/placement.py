@@ -51,7 +51,7 @@ def has_integer_kernel(layer: OnnxLayer) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Source:
+class ParameterSource:
     """Where the parameters of a tensor come from.
 
     Attributes:
@@ -72,14 +72,14 @@ class Source:
         assert self.qparams is not None
         return self.qparams
 
-    def divided(self, factor: float) -> Source:
+    def divided(self, factor: float) -> ParameterSource:
         """The parameters of values so many times smaller."""
         known = self.qparams
         if known is not None:
             known = known.moved(known.step / factor, known.zero_point)
         return replace(self, factor=self.factor / factor, qparams=known)
 
-    def is_like(self, other: Source | None) -> bool:
+    def is_like(self, other: ParameterSource | None) -> bool:
         """Whether both are the same parameters; before calibration all layers are expected to agree."""
         if other is None or self.qparams is not None or other.qparams is not None:
             return other is not None and self.qparams == other.qparams
@@ -87,7 +87,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerInput:
+class InputToQuantize:
     """How a layer reads its input quantized.
 
     Attributes:
@@ -96,7 +96,7 @@ class LayerInput:
         is_balanced: Whether the input is divided by balance factors first.
     """
 
-    source: Source
+    source: ParameterSource
     bits: int
     is_balanced: bool
 
@@ -110,9 +110,9 @@ class LayerInput:
 class FastPlacement:
     """The tensors that placement ``fast`` quantizes."""
 
-    integer_tensors: dict[str, Source] = field(default_factory=dict)
+    integer_tensors: dict[str, ParameterSource] = field(default_factory=dict)
     """Tensors that exist only as integers: every reader reads them dequantized."""
-    quantized_for_readers: dict[str, Source] = field(default_factory=dict)
+    quantized_for_readers: dict[str, ParameterSource] = field(default_factory=dict)
     """Tensors computed in float; those in ``readers`` read them quantized."""
     readers: dict[str, list[NodeProto]] = field(default_factory=dict)
     constants: list[tuple[NodeProto, int]] = field(default_factory=list)
@@ -123,7 +123,7 @@ class FastPlacement:
     """Layers whose input this placement quantizes; the others get their own quantizer."""
     skipped: list[Skip] = field(default_factory=list)
 
-    def source(self, tensor: str) -> Source | None:
+    def source(self, tensor: str) -> ParameterSource | None:
         """Where the parameters of a quantized tensor come from; None if it is not quantized."""
         return self.integer_tensors.get(tensor) or self.quantized_for_readers.get(tensor)
 
@@ -150,8 +150,8 @@ class FastPlanner:
         self,
         graph: OnnxGraph,
         layers: Sequence[OnnxLayer],
-        inputs: Mapping[str, LayerInput],
-        observed: Callable[[str], Source | None],
+        inputs: Mapping[str, InputToQuantize],
+        observed: Callable[[str], ParameterSource | None],
         left_float: Mapping[str, str],
     ) -> None:
         self.graph = graph
@@ -159,10 +159,10 @@ class FastPlanner:
         self._inputs = inputs
         self._layer_of = {id(layer.node): layer for layer in layers if has_integer_kernel(layer)}
         self._bias_nodes = {id(layer.bias_node) for layer in layers if layer.bias_node is not None}
-        self._required: dict[str, Source] = {}
+        self._required: dict[str, ParameterSource] = {}
         self._excluded: set[str] = set()
         self._float = left_float
-        self._sources: dict[str, Source | None] = {}
+        self._sources: dict[str, ParameterSource | None] = {}
         self._before_integers = self._tensors_before_integers()
         self.placed = FastPlacement()
         for layer in layers:
@@ -285,7 +285,7 @@ class FastPlanner:
             reason = "it feeds a layer of another bit width"
         self.placed.skipped.append(Skip(tensor, f"{reason}; {consequence}"))
 
-    def _keep_integer(self, tensor: str, source: Source) -> None:
+    def _keep_integer(self, tensor: str, source: ParameterSource) -> None:
         self._sources[tensor] = source
         self.placed.integer_tensors[tensor] = source
         self.placed.quantized_for_readers.pop(tensor, None)
@@ -321,7 +321,7 @@ class FastPlanner:
 
     # -- sources of parameters -----------------------------------------------------------------------------------------
 
-    def _source(self, tensor: str) -> Source | None:
+    def _source(self, tensor: str) -> ParameterSource | None:
         if tensor in self._excluded or not tensor:
             return None
         if tensor not in self._sources:
@@ -332,7 +332,7 @@ class FastPlanner:
             self._sources[tensor] = found
         return self._sources[tensor]
 
-    def _found(self, tensor: str) -> Source | None:
+    def _found(self, tensor: str) -> ParameterSource | None:
         found = self._of_readers(tensor)
         if found is not None:
             return found
@@ -344,10 +344,10 @@ class FastPlanner:
         if found is not None:
             return found
         if producer is not None and producer.op_type in ZERO_TO_ONE:
-            return Source(qparams=QParams.of(PROBABILITY_STEP, LOWEST))
+            return ParameterSource(qparams=QParams.of(PROBABILITY_STEP, LOWEST))
         return self._source(producer.input[0]) if producer is not None and producer.op_type in AVERAGING else None
 
-    def _of_readers(self, tensor: str) -> Source | None:
+    def _of_readers(self, tensor: str) -> ParameterSource | None:
         """The parameters of the layers that read a tensor, also through operators that move or scale values."""
         if tensor in self._required:
             return self._required[tensor]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import OnnxLayer
-    from amct.export.qdq.placement import FastPlacement, LayerInput
+    from amct.export.qdq.placement import FastPlacement, InputToQuantize
     from amct.numerics.qparams import Observed
 
 _PICTURE = 4  # [sample, channel, row, column]
@@ -68,7 +68,7 @@ def _is_mean_of_positions(graph: OnnxGraph, node: NodeProto) -> bool:
     return sorted(axis % _PICTURE for axis in axes) == [2, 3]
 
 
-def merge_pads(graph: OnnxGraph, layers: Sequence[OnnxLayer], inputs: Mapping[str, LayerInput]) -> dict[str, str]:
+def merge_pads(graph: OnnxGraph, layers: Sequence[OnnxLayer], inputs: Mapping[str, InputToQuantize]) -> dict[str, str]:
     """Merge each zero Pad into the convolution that alone reads it, in place.
 
     Returns by name of the convolution the tensor that it read, under which its input was observed. A Pad stays if its
@@ -96,7 +96,7 @@ def _is_convolution_of(reader: NodeProto, pad: NodeProto) -> bool:
     return reader.op_type == "Conv" and own and list(reader.input).index(pad.output[0]) == 0
 
 
-def _agree(readers: Sequence[LayerInput]) -> bool:
+def _agree(readers: Sequence[InputToQuantize]) -> bool:
     """Whether all layers that read the input or the output of a Pad have the same parameters."""
     if len(readers) < 2:
         return True

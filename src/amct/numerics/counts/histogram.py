@@ -37,7 +37,7 @@ from amct.numerics.counts.loops import (
     SPLIT,
     SUGGESTED,
     UNREACHABLE,
-    Runs,
+    CountedRuns,
     Scan,
     count_alone,
     count_first,
@@ -376,7 +376,7 @@ class FloatHistogram:
         size = pieces[0].size
         with ThreadPoolExecutor(min(len(pieces), torch.get_num_threads())) as pool:
             scans = [
-                pool.submit(scan_and_count, piece, table, bits, limits, room, Runs(every, number * size, weight))
+                pool.submit(scan_and_count, piece, table, bits, limits, room, CountedRuns(every, number * size, weight))
                 for number, (piece, table) in enumerate(zip(pieces, tables, strict=True))
             ]
             return [scan.result() for scan in scans]

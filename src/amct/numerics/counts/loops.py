@@ -82,7 +82,7 @@ def limits_of(lower: float, upper: float) -> Limits:
     return below, above
 
 
-class Runs(NamedTuple):
+class CountedRuns(NamedTuple):
     """Which values are counted, and how often each."""
 
     every: int = 1
@@ -93,7 +93,9 @@ class Runs(NamedTuple):
     """What a counted value adds to its bin."""
 
 
-def scan_and_count(values: Floats, table: Tallies, mantissa_bits: int, limits: Limits, room: int, runs: Runs) -> Scan:
+def scan_and_count(
+    values: Floats, table: Tallies, mantissa_bits: int, limits: Limits, room: int, runs: CountedRuns
+) -> Scan:
     """Scan all values, and count all or a sample of them in a table of all bins.
 
     Args:

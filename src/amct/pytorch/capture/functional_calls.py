@@ -89,7 +89,7 @@ class Channels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class WeightView:
     """Any view of a parameter that a call uses as its weight, by shape, strides and offset."""
 
     shape: tuple[int, ...]
@@ -119,7 +119,7 @@ class Part:
         return f"[{label}]" if label else ""
 
 
-AnyPart = Channels | Part
+AnyPart = Channels | WeightView
 
 
 def functional_calls(
@@ -168,7 +168,7 @@ def channels_of(call: FunctionalCall, parameter: Tensor) -> AnyPart | None:
     found = _channels_of(call, parameter) if call.product is None else None
     if found is not None or not parameter.is_contiguous():
         return found
-    return Part(
+    return WeightView(
         shape=tuple(call.weight.shape),
         strides=tuple(call.weight.stride()),
         offset=int(call.weight.storage_offset() - parameter.storage_offset()),

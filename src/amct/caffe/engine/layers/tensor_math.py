@@ -161,7 +161,7 @@ _COMPARISONS = {"Equal": torch.eq, "Greater": torch.gt}
 
 
 @register(*_COMPARISONS)
-class Comparison(TensorOperator):
+class Compare(TensorOperator):
     """1 where the bottoms are equal, or the first is greater, else 0; they are broadcast. Not differentiable."""
 
     bottom_count = (2, 2)
