@@ -313,6 +313,31 @@ def test_without_observed_tensors_placement_is_exact_with_a_note():
     )
 
 
+def test_one_plan_before_calibration_becomes_files_that_differ_by_what_was_observed():
+    """Why the planner asks again at save: where quantizers stand depends on values that only calibration gives."""
+    net = Net()
+    x = net.input("x", 1, 3, 6, 6)
+    y = net.layer("Conv", "first", x, net.weight("first.w", 4, 3, 3, 3))
+    a = net.layer("Conv", "a", y, net.weight("a.w", 4, 4, 1, 1))
+    b = net.layer("Conv", "b", y, net.weight("b.w", 4, 4, 1, 1))
+    net.add("Add", "sum", a, b, outputs=["y"])
+    model = net.model("y")
+    qparams, tensors = calibrate(net, model)
+    observed = {name: tensors[name] for name in plan_tensors(model, net.bindings()).observed}
+
+    def quantizers_behind_first(ratio):
+        qparams["b"] = changed(
+            qparams["b"], scale_d=qparams["a"].scale_d * ratio, offset_d=qparams["a"].input.zero_point
+        )
+        exported = qdq_model(model, net.bindings(), qparams, tensors=observed).model
+        return [
+            node.name for node in exported.graph.node if node.op_type == "QuantizeLinear" and "first_out" in node.name
+        ]
+
+    assert len(quantizers_behind_first(1.0)) == 1  # both layers read the same integers
+    assert len(quantizers_behind_first(1.5)) == 2
+
+
 def test_layers_that_disagree_about_a_tensor_each_get_their_own_quantizer(tmp_path):
     net = Net()
     x = net.input("x", 1, 3, 6, 6)
