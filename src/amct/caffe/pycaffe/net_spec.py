@@ -182,7 +182,7 @@ class NetSpec:
         return iter(self.tops)
 
     def to_proto(self) -> ProtoMessage:
-        """The NetParameter."""
+        """The net as a NetParameter message."""
         return _net(self.tops.values(), {top: name for name, top in self.tops.items()})
 
 

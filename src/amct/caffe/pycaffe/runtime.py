@@ -89,7 +89,7 @@ class Timer:
         self._start = time.perf_counter()
 
     def stop(self) -> None:
-        """Stop."""
+        """End the measurement that ``start`` began."""
         if self._start is not None:
             self._seconds, self._start = time.perf_counter() - self._start, None
 

@@ -57,31 +57,31 @@ class SGDSolver(Solver):
 
 
 class NesterovSolver(Solver):
-    """Nesterov's accelerated gradient."""
+    """Momentum whose gradient is taken ahead, where the momentum leads."""
 
     solver_type = "Nesterov"
 
 
 class AdaGradSolver(Solver):
-    """AdaGrad."""
+    """The rate of each weight falls with the sum of its squared gradients."""
 
     solver_type = "AdaGrad"
 
 
 class RMSPropSolver(Solver):
-    """RMSProp."""
+    """The rate of each weight follows a moving mean of its squared gradients."""
 
     solver_type = "RMSProp"
 
 
 class AdaDeltaSolver(Solver):
-    """AdaDelta."""
+    """Each update is as large as those before it, by moving means of squares; needs no rate."""
 
     solver_type = "AdaDelta"
 
 
 class AdamSolver(Solver):
-    """Adam."""
+    """Moving means of each weight's gradient and of its square."""
 
     solver_type = "Adam"
 

@@ -54,7 +54,6 @@ class Plain(Elementwise):
     """A function without options, that of the layer's type."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """Torch's function."""
         return _PLAIN[self.type][0](bottom)
 
     def to_onnx(self, place: Place) -> None:
@@ -102,7 +101,6 @@ class Sigmoid(Elementwise):
         return torch.sigmoid_(bottom) if self.may_overwrite else torch.sigmoid(bottom)
 
     def to_onnx(self, place: Place) -> None:
-        """Sigmoid."""
         place.top("Sigmoid", place.bottom)
 
 
@@ -116,7 +114,6 @@ class ELU(Elementwise):
         return functional.elu(bottom, alpha)
 
     def to_onnx(self, place: Place) -> None:
-        """Elu."""
         place.top("Elu", place.bottom, alpha=float(self.parameter.elu_param.alpha))
 
 
@@ -131,7 +128,6 @@ class AbsVal(Elementwise):
         return bottom.abs()
 
     def to_onnx(self, place: Place) -> None:
-        """Abs."""
         place.top("Abs", place.bottom)
 
 
@@ -145,7 +141,6 @@ class BNLL(Elementwise):
         return positive + torch.log1p(torch.exp(-bottom.abs()))
 
     def to_onnx(self, place: Place) -> None:
-        """Softplus."""
         place.top("Softplus", place.bottom)
 
 
@@ -192,7 +187,6 @@ class Clip(Elementwise):
         return "hardtanh", (self.low, self.high)
 
     def to_onnx(self, place: Place) -> None:
-        """Clip."""
         limits = place.value("minimum", float(self.low)), place.value("maximum", float(self.high))
         place.top("Clip", place.bottom, *limits)
 
@@ -267,7 +261,6 @@ class PReLU(Layer):
         self.add_parameter(shape, options.filler if options.HasField("filler") else None, default=0.25)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
         if not self.shared and bottoms[0][1] != self.blobs[0].shape[0]:
             raise self.error(
                 f"Negative slope size is inconsistent with prototxt config: {self.blobs[0].shape} for {bottoms[0]}"
@@ -321,7 +314,6 @@ class HSigmoid(Elementwise):
     """y = min(max(x + 3, 0), 6) / 6, as in MobileNet v3."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """Torch's function."""
         return functional.hardsigmoid(bottom)
 
     def to_onnx(self, place: Place) -> None:
@@ -334,7 +326,6 @@ class Mish(Elementwise):
     """y = x * tanh(log(1 + exp(x))), as in YOLO v4."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """Torch's function."""
         return functional.mish(bottom)
 
     def to_onnx(self, place: Place) -> None:
@@ -399,7 +390,6 @@ class Power(Elementwise):
     """y = (shift + scale * x) ^ power; a constant if power or scale is 0."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
         options = self.parameter.power_param
         self.power, self.scale, self.shift = options.power, options.scale, options.shift
 
@@ -440,7 +430,6 @@ class Exp(Elementwise):
     """y = base ^ (shift + scale * x); base -1 means e."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
         options = self.parameter.exp_param
         if options.base != NATURAL and options.base <= 0:
             raise self.error(f"base must be strictly positive (or -1 for e), got {options.base}")
@@ -469,7 +458,6 @@ class Log(Elementwise):
     """y = log_base(shift + scale * x); base -1 means e."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
         options = self.options = self.parameter.log_param
         if options.base != NATURAL and (options.base <= 0 or options.base == 1):
             raise self.error(f"base must be strictly positive and not 1 (or -1 for e), got {options.base}")

@@ -59,7 +59,6 @@ class BatchNorm(Layer):
                 )
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
         shape = bottoms[0]
         if len(shape) >= 1 and (1 if len(shape) == 1 else shape[1]) != self.channels:
             raise self.error(f"the statistics are for {self.channels} channels, the bottom has shape {shape}")
@@ -435,7 +434,6 @@ class Bias(_Broadcast):
         return ChannelAffine.bias(self.blobs[0].tensor) if self.is_per_channel else None
 
     def to_onnx(self, place: Place) -> None:
-        """Add."""
         if len(place.bottoms) > 1:
             place.top("Add", place.bottom, place.reshaped(place.bottoms[1], self.operand_dims(place), "addend"))
         else:

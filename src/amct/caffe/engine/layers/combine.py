@@ -81,11 +81,9 @@ class Concat(Layer):
         return [(*first[:axis], sum(shape[axis] for shape in bottoms), *first[axis + 1 :])]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Concatenate."""
         return [torch.cat(bottoms, self.axis)]
 
     def to_onnx(self, place: Place) -> None:
-        """Concat."""
         if len(place.bottoms) == 1:
             place.alias(place.bottom)
         else:
@@ -153,13 +151,11 @@ class Tile(Layer):
         return [(*shape[: self.axis], shape[self.axis] * options.tiles, *shape[self.axis + 1 :])]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Repeat."""
         times = [1] * bottoms[0].dim()
         times[self.axis] = self.parameter.tile_param.tiles
         return [bottoms[0].repeat(times)]
 
     def to_onnx(self, place: Place) -> None:
-        """Tile."""
         times = [1] * len(place.bottom_dims[0])
         times[self.axis] = self.parameter.tile_param.tiles
         place.top("Tile", place.bottom, place.value("times", times))

@@ -106,7 +106,6 @@ class IFMR(Layer):
     has_gradients = False
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
         self.options = self.parameter.ifmr_param
         if not self.options.object_layer or "" in self.options.object_layer:
             raise self.error("ifmr_param needs object_layer, the name of a layer")

@@ -234,7 +234,6 @@ class Softmax(Layer):
     """y = exp(x) / sum(exp(x)) along ``axis``; the maximum is subtracted first."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
         self.axis = canonical_axis(self.parameter.softmax_param.axis, len(bottoms[0]), self.name)
         return [bottoms[0]]
 
@@ -248,7 +247,6 @@ class Softmax(Layer):
         return [torch.softmax(bottom, axis)]
 
     def to_onnx(self, place: Place) -> None:
-        """Softmax."""
         place.top("Softmax", place.bottom, axis=self.axis)
 
 

@@ -28,13 +28,11 @@ class LRN(Layer):
     """
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
         options = self.options = self.parameter.lrn_param
         if options.local_size % 2 == 0:
             raise self.error(f"LRN only supports odd values for local_size, got {options.local_size}")
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
         require_image(bottoms[0], self.name)
         return [bottoms[0]]
 
@@ -72,11 +70,9 @@ class MVN(Layer):
     """y = (x - mean) / (standard deviation + eps) per channel of each image, or per image with ``across_channels``."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
         self.options = self.parameter.mvn_param
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
         if len(bottoms[0]) > IMAGE_BLOB_AXES:
             raise self.error(f"needs a bottom of at most 4 axes, got shape {bottoms[0]}")
         return [bottoms[0]]
@@ -134,7 +130,6 @@ class GroupNorm(Layer):
     """y = (x - mean) / sqrt(variance + eps) over each of ``group_num`` groups of the channels of (N, C, ...)."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
         groups, shape = self.parameter.group_norm_param.group_num, bottoms[0]
         if len(shape) < 2 or groups <= 0 or shape[1] % groups:
             raise self.error(f"group_num {groups} does not divide the channels of {shape}")
@@ -176,7 +171,6 @@ class LayerNormalization(Layer):
             self.add_parameter(inner, options.bias_filler)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
         inner = bottoms[0][self.axis :]
         for shape in [*bottoms[1:], *(blob.shape for blob in self.blobs)]:
             if shape != inner:
@@ -231,7 +225,6 @@ class Permute(Layer):
         return [bottoms[0].permute(self.order).clone(memory_format=torch.contiguous_format)]
 
     def to_onnx(self, place: Place) -> None:
-        """Transpose."""
         place.top("Transpose", place.bottom, perm=list(self.order))
 
 
@@ -251,7 +244,6 @@ class Normalize(Layer):
         self.add_parameter(shape, options.scale_filler if options.HasField("scale_filler") else None, default=1.0)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
         if not self.options.channel_shared and bottoms[0][1] != self.blobs[0].shape[0]:
             raise self.error(f"the scale has {self.blobs[0].shape[0]} channels, the bottom {bottoms[0]}")
         return [bottoms[0]]

@@ -180,7 +180,6 @@ class ROIPooling(_RegionPooling):
     """The maximum of each cell; cells consist of whole pixels and may overlap. As in Fast R-CNN."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
         options = self.parameter.roi_pooling_param
         self.read_size(options.pooled_h, options.pooled_w, options.spatial_scale)
 
@@ -200,7 +199,6 @@ class ROIPooling(_RegionPooling):
         )
 
     def to_onnx(self, place: Place) -> None:
-        """MaxRoiPool."""
         regions = place.reshaped(place.bottoms[1], (None, COLUMNS), "regions")
         place.top("MaxRoiPool", place.bottom, regions, pooled_shape=list(self.pooled), spatial_scale=float(self.scale))
 
@@ -223,7 +221,6 @@ class PSROIPooling(_RegionPooling):
     """The mean of each cell, where each cell has its own channels. As in R-FCN."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
         options = self.parameter.psroi_pooling_param
         if not self.parameter.HasField("psroi_pooling_param") or options.output_dim <= 0:
             raise self.error("needs psroi_pooling_param with spatial_scale, output_dim > 0 and group_size > 0")
@@ -270,7 +267,6 @@ class ROIAlign(_RegionPooling):
     """The mean of bilinearly interpolated points of each cell, without rounding coordinates. As in Mask R-CNN."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
         options = self.options = self.parameter.roi_align_param
         self.read_size(options.pooled_h, options.pooled_w, options.spatial_scale)
         if options.roi_end_mode not in (0, 1):
@@ -343,7 +339,6 @@ class Nms(Layer):
     no_gradient = (0, 1)
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
         options = self.options = self.parameter.nms_param
         self.most = options.max_output_boxes_per_class if options.HasField("max_output_boxes_per_class") else None
         self.threshold = options.score_threshold if options.HasField("score_threshold") else -float("inf")

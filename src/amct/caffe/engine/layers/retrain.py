@@ -203,7 +203,6 @@ class RetrainWeightQuant(_RetrainLayer):
     has_gradients = False
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
         options = self.options = self.parameter.retrain_weight_quant_param
         if not options.object_layer:
             raise self.error("retrain_weight_quant_param needs object_layer")

@@ -143,7 +143,6 @@ class Crop(Layer):
         return [self.sizes]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Crop."""
         window = tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
         return [bottoms[0][window].clone()]
 
@@ -301,7 +300,6 @@ class ShuffleChannel(TensorOperator):
     moves_values = True
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
         group, shape = self.parameter.shuffle_channel_param.group, bottoms[0]
         if len(shape) < 2 or group <= 0 or shape[1] % group:
             raise self.error(f"group {group} does not divide the channels of {shape}")

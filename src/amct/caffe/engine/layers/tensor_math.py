@@ -77,7 +77,6 @@ class MatMul(_Product):
         ]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """A B."""
         options = self.parameter.matmul_param
         left = bottoms[0].mT if options.transpose_a else bottoms[0]
         right = bottoms[1].mT if options.transpose_b else bottoms[1]
@@ -145,7 +144,6 @@ class Gemm(_Product):
         return [result + options.beta * bottoms[2] if len(bottoms) > MATRIX_AXES else result]
 
     def to_onnx(self, place: Place) -> None:
-        """Gemm."""
         options = self.parameter.gemm_param
         attributes: dict[str, Any] = {
             "alpha": float(options.alpha),
@@ -174,7 +172,6 @@ class Compare(TensorOperator):
             raise self.error(f"bottoms of shapes {bottoms[0]} and {bottoms[1]} cannot be broadcast") from error
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Compare."""
         return [_COMPARISONS[self.type](*bottoms).to(bottoms[0].dtype)]
 
     def to_onnx(self, place: Place) -> None:
@@ -332,7 +329,6 @@ class ArgMax(Layer):
     no_gradient = (0,)
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
         options = self.options = self.parameter.argmax_param
         shape = bottoms[0]
         self.axis = canonical_axis(options.axis, len(shape), self.name) if options.HasField("axis") else None
@@ -449,7 +445,6 @@ class TopK(TensorOperator):
         return [best, places.narrow(axis, 0, options.k).to(bottom.dtype)]
 
     def to_onnx(self, place: Place) -> None:
-        """TopK."""
         options = self.parameter.topk_param
         axis = canonical_axis(options.axis, len(place.bottom_dims[0]), self.name)
         _write_top_k(place, int(options.k), axis, largest=bool(options.largest))
