@@ -284,9 +284,14 @@ def test_pictures_that_only_the_calibration_can_take_are_refused_before_a_file_i
     Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(folder / "pictures" / "a.png")
     arguments = ["quantize", "any.prototxt", "any.caffemodel", "--data", "pictures", "--size", "12", "-o", "out/net"]
     assert main(arguments) == 2
-    assert "would be 12 x 12, but the model's input is 8 x 8" in capsys.readouterr().err
+    wanted = 'a sample would be [3, 12, 12], but the model\'s input "data" is [3, 8, 8]'
+    assert wanted in capsys.readouterr().err
     assert not (folder / "out").exists()
     assert main([*arguments, "--formats", "deploy,record", "--no-check"]) == 0
+    np.save("big.npy", np.ones((2, 3, 12, 12), np.float32))
+    assert main(["quantize", "any.prototxt", "any.caffemodel", "--data", "big.npy", "-o", "arrays/net"]) == 2
+    assert wanted in capsys.readouterr().err
+    assert not (folder / "arrays").exists()
 
 
 @pytest.mark.parametrize(("option", "name"), [("--report", "net_report.html"), ("--resume", "net.calibration.npz")])

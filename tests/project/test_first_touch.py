@@ -253,7 +253,7 @@ def test_a_model_of_one_channel_gets_gray_pictures_and_a_line_says_so(folder, ca
     assert main([*command, "--color", "gray"]) == 0
     assert line not in capsys.readouterr().err
     assert main([*command, "--color", "bgr"]) == 2  # the user's choice counts, right or wrong
-    assert "3 channels, the weights expect 1" in capsys.readouterr().err
+    assert 'would be [3, 8, 10], but the model\'s input "data" is [1, 8, 10]' in capsys.readouterr().err
 
 
 def test_long_names_are_shortened_in_the_middle():

@@ -146,12 +146,6 @@ class DataOptions:
         show(f"pictures    used as they are, the first {shape[1]} x {shape[2]}: no --size given, and {why}", err=True)
         return self
 
-    def picture_shape(self) -> tuple[int, ...] | None:
-        """The shape of the first prepared picture: channels, height, width; None if the data are no pictures."""
-        from amct.data import first_shape, holds_pictures
-
-        return first_shape(self.data, self._preparation()) if holds_pictures(self.data) else None
-
     def _preparation(self) -> Preparation:
         import numpy as np
 

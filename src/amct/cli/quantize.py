@@ -20,10 +20,11 @@ from amct.log import few_lines
 from amct.model.verdict import LEVELS, NOT_JUDGED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from amct.calibration import Ranks
     from amct.config.layers import LayerInfo
+    from amct.data import StoredBatches
     from amct.export.request import SavePath
     from amct.model.quant_json import QuantJson
     from amct.model.verdict import Level
@@ -187,21 +188,24 @@ class _Files:
         name = f"{self._where.prefix}.calibration.npz".removeprefix(".")
         return CalibrationFile(path=self._where.folder / name, read=resume, removed_by_caller=True)
 
-    def check_size(self, data: DataOptions, declared: tuple[int, ...]) -> None:
-        """Check that pictures have the size that the prototxt declares, as the QDQ file takes no other one.
+    def check_sizes(self, data: DataOptions, batches: Iterable[Any], declared: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that the first batch has the sizes that the prototxt declares, as the QDQ file takes no others.
 
         Raises:
-            ArgumentError: They have another size.
+            ArgumentError: It has others.
         """
-        given = data.picture_shape()
-        has_qdq = self.formats is None or "qdq" in self._names()
-        if given is None or len(declared) != len(given) + 1 or given[1:] == declared[2:] or not has_qdq:
+        if self.formats is not None and "qdq" not in self._names():
             return
-        sizes = [" x ".join(map(str, shape)) for shape in (given[1:], declared[2:])]
-        raise ArgumentError(
-            f"the pictures would be {sizes[0]}, but the model's input is {sizes[1]}, and the QDQ file takes only that "
-            "size. Leave out --size and --crop, change the size in the prototxt, or write other --formats"
-        )
+        first: Any = next(iter(batches), {})
+        arrays = first if isinstance(first, dict) else dict.fromkeys(declared, first)
+        for name, shape in declared.items():
+            given = arrays[name].shape[1:] if name in arrays else shape[1:]
+            if shape and given != shape[1:]:
+                raise ArgumentError(
+                    f'{data.data}: a sample would be {list(given)}, but the model\'s input "{name}" is '
+                    f"{list(shape[1:])}, and the QDQ file takes only that. Change --size, --crop and --color, or the "
+                    "prototxt, or write other --formats"
+                )
 
     @property
     def page(self) -> Path | None:
@@ -242,13 +246,13 @@ def _quantized(  # noqa: PLR0913  the options of the command that change what is
 
         inputs = input_shapes(model)
         if len(inputs) > 1:
-            batches = FirstBatches(named_batches(list(inputs), data))
+            found: DataBatches | StoredBatches = named_batches(list(inputs), data)
         else:
-            declared = next(iter(inputs.values()), ())
-            data = data.fitting(declared)
-            if files is not None:
-                files.check_size(data, declared)
-            batches = FirstBatches(data.stored())
+            data = data.fitting(next(iter(inputs.values()), ()))
+            found = data.stored()
+        if files is not None:
+            files.check_sizes(data, found, inputs)
+        batches = FirstBatches(found)
         return amct.caffe.quantize(model, weights, batches, config=config, resume=state, equalize=equalize), batches
     if model.endswith(ONNX_ENDING):
         import amct.onnx_model
