@@ -15,6 +15,7 @@ import amct.caffe.pycaffe as caffe
 import amct.onnx_model
 import amct.pytorch
 from amct.config.plan import config_text
+from amct.errors import AmctError
 
 BATCHES = [np.random.default_rng(seed).normal(0.2, 1.0, (4, 3, 8, 8)).astype(np.float32) for seed in (1, 2, 3)]
 SETTINGS = {"weight_rounding": "nearest", "weight_scale": "full_range"}
@@ -127,3 +128,57 @@ def test_data_of_unknown_length_is_used_to_its_end(doors, tmp_path):
     stream = amct.onnx_model.quantize(onnx_file(torch_network(), tmp_path), iter(BATCHES), config())
     assert stream.record == doors["onnx"].record
     assert "batch_num: all" in config_text(stream.prepared.plan)
+
+
+@pytest.fixture(scope="module")
+def calibrating(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("odd_batches")
+    model = torch_network()
+    onnx_path, pair = onnx_file(model, folder), caffe_pair(model, folder)
+    return {
+        "pytorch": lambda batch: amct.pytorch.quantize(model, [batch]),
+        "onnx": lambda batch: amct.onnx_model.quantize(onnx_path, [batch]),
+        "caffe": lambda batch: amct.caffe.quantize(*pair, [batch]),
+    }
+
+
+@pytest.mark.parametrize("door", ["pytorch", "onnx", "caffe"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.to("meta"),
+        lambda x: x.bfloat16(),
+        lambda x: x.to(torch.complex64),
+        lambda x: x.to_sparse(),
+        lambda x: x.to_mkldnn(),
+        lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        lambda x: x[:0],
+        lambda _: torch.tensor(1.0),
+        lambda _: "abc",
+        lambda _: [[1, 2], [3]],
+        lambda _: np.array(["a", "b"]),
+        lambda _: None,
+        lambda _: {},
+    ],
+    ids=[
+        "meta",
+        "bfloat16",
+        "complex",
+        "sparse",
+        "mkldnn",
+        "nested",
+        "quantized",
+        "empty",
+        "number",
+        "word",
+        "ragged",
+        "words",
+        "none",
+        "dict",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor.*:UserWarning")
+def test_what_is_no_batch_ends_in_an_error_of_ours(calibrating, change, door):
+    with pytest.raises(AmctError):
+        calibrating[door](change(torch.from_numpy(BATCHES[0])))

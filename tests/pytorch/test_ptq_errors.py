@@ -319,6 +319,31 @@ def test_activations_that_are_not_finite(bad, flow):
     refuses(RuntimeError, 'layer "c", batch 2: the activation holds', calibrating, x)
 
 
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (lambda x: x.to("meta"), RuntimeError, "a tensor on the meta device cannot be observed"),
+        (lambda x: x.to_sparse(), RuntimeError, "a tensor in sparse or nested form cannot be observed"),
+        (
+            lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+            RuntimeError,
+            "a tensor in sparse or nested form",
+        ),
+        (lambda x: x.double(), RuntimeError, "should be the same"),
+        (lambda _: "abc", TypeError, "invalid combination of arguments"),
+        (lambda _: torch.tensor(1.0), RuntimeError, r"got input of size: \[\]"),
+    ],
+    ids=["meta", "sparse", "nested", "type", "word", "number"],
+)
+def test_what_is_no_batch_is_refused_by_name_or_by_the_model_itself(change, kind, message, flow):
+    flow.configure()
+    calibrating = flow.quantize()
+    with pytest.raises(kind, match=message):
+        calibrating(change(images()))
+    calibrating(images())
+    flow.save()
+
+
 def test_a_wrong_shape_during_calibration_is_the_users_own_error_and_changes_nothing(flow):
     flow.configure()
     calibrating = flow.quantize()

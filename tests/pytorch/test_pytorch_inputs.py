@@ -88,8 +88,21 @@ def test_bound():
         ((X, Y, X), r"does not fit Conv1d3d\.forward.*too many positional arguments"),
         ({"a": X}, "missing a required argument: 'b'"),
         ((X, Y, {"c": Y}), "got an unexpected keyword argument 'c'"),
+        ((X, Y.to_sparse()), r"got a tensor of layout torch\.sparse_coo; give a dense tensor"),
+        ((X, torch.nested.nested_tensor([Y, Y[:1]], layout=torch.jagged)), "got a nested tensor; give a dense tensor"),
     ],
-    ids=["array", "none", "empty", "no tensor", "empty dict", "too many", "too few", "unknown keyword"],
+    ids=[
+        "array",
+        "none",
+        "empty",
+        "no tensor",
+        "empty dict",
+        "too many",
+        "too few",
+        "unknown keyword",
+        "sparse",
+        "nested",
+    ],
 )
 def test_what_does_not_fit_is_refused(data, message):
     with pytest.raises(ModelError, match=message):

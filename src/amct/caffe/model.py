@@ -445,6 +445,8 @@ def feed(net: Net, batch: Batch) -> None:
         array = as_array(name, value) if isinstance(value, torch.Tensor) else value
         blob = net.blob(name)
         try:
+            if np.iscomplexobj(array):
+                raise TypeError("complex numbers")
             blob.set_shape(np.shape(array))
             blob.data[...] = array
         except (TypeError, ValueError) as error:

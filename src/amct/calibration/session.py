@@ -36,7 +36,7 @@ from amct.calibration.streams import (
 from amct.config.plan import OPEN_ENDED
 from amct.errors import ArgumentError, CalibrationError, did_you_mean
 from amct.log import ProgressBar
-from amct.numerics.observer import MergeableObserver
+from amct.numerics.observer import MergeableObserver, is_dense
 from amct.numerics.qparams import Observed
 
 if TYPE_CHECKING:
@@ -197,6 +197,11 @@ class CalibrationSession(ObservedTensors):
         """
         if self._result is not None:
             return
+        if x.is_meta or not is_dense(x):
+            kind = "on the meta device" if x.is_meta else "in sparse or nested form"
+            raise CalibrationError(
+                f'layer "{layer}": a tensor {kind} cannot be observed; give dense tensors with values'
+            )
         watched = self._find(layer, name)
         watched.shape = x.shape
         if watched.leader is not None:

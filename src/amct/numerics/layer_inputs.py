@@ -151,6 +151,10 @@ class LayerInputObserver:
             ArgumentError: the number of channels changed.
             CalibrationError: the batch holds NaN or infinity.
         """
+        if x.ndim <= max(self.channel_axis, 0):
+            raise ArgumentError(
+                f"expected an activation with channels on axis {self.channel_axis}, got {list(x.shape)}"
+            )
         values = _numbers(x, sampled=self.channel_axis != -1)
         channels = values.shape[self.channel_axis]
         if self.batches == 0:

@@ -105,6 +105,11 @@ def checked_array(state: State, name: str, dtype: type[np.generic], shape: tuple
     return found
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the values of a tensor lie in a grid, which sparse and nested tensors do not have."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def as_rows(x: Tensor, channel_axis: int | None) -> Tensor:
     """Return the values as float32 ``[channels, values per channel]``; one row when ``channel_axis`` is None.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -114,8 +114,9 @@ class _FirstBatch:
     def see(self, arguments: Arguments) -> None:
         """Keep the first batch, or its first samples."""
         if self._preparation is not None:
-            found = self._preparation.onnx_inputs(arguments)
-            self.inputs = kept_inputs(found, divisible=self._preparation.any_batch_size)
+            with suppress(TypeError, ValueError, RuntimeError):  # no inputs of the model, as its forward will say
+                found = self._preparation.onnx_inputs(arguments)
+                self.inputs = kept_inputs(found, divisible=self._preparation.any_batch_size)
             self._preparation = None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from amct.errors import ArgumentError, ExportError, ModelError, did_you_mean
+from amct.numerics.observer import is_dense
 from amct.pipeline.batches import Batches
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ def example_inputs(model: nn.Module, input_data: object) -> ExampleInputs:
             f"input_data: expected a tensor, or a tuple or dict of tensors, got {_described(input_data)}; "
             "pass one example input of the model (torch.from_numpy turns an array into a tensor)"
         )
+    odd = next((tensor for tensor in _tensors((args, kwargs)) if not is_dense(tensor)), None)
+    if odd is not None:
+        layout = "a nested tensor" if odd.is_nested else f"a tensor of layout {odd.layout}"
+        raise ModelError(f"input_data: expected tensors whose values lie in a grid, got {layout}; give a dense tensor")
     problem, signature = _binding_problem(model, args, kwargs), inspect.signature(model.forward)
     if problem:
         raise ModelError(

@@ -26,6 +26,7 @@ from amct.atomic import read_bytes
 from amct.errors import FileError, ModelError
 from amct.export.onnx.messages import MODEL_LIMIT_VARIABLE, model_limit
 from amct.memory import gibibytes
+from amct.numerics.observer import is_dense
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +56,9 @@ def batch_path(record: str | os.PathLike[str]) -> Path:
 
 
 def _arrays(batch: Any) -> list[Any]:  # noqa: ANN401  any tree of arrays and tensors
-    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, (Tensor, np.ndarray))]
+    """Its arrays and tensors; sparse and nested ones, which have no size in bytes, are refused where they are read."""
+    leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, (Tensor, np.ndarray)))
+    return [leaf for leaf in leaves if isinstance(leaf, np.ndarray) or is_dense(leaf)]
 
 
 def batch_size(batch: Any) -> tuple[int, int]:  # noqa: ANN401  as above

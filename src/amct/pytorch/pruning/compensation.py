@@ -119,7 +119,7 @@ class InputMoments:
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     try:
         model(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ModelArgumentError(
             f"batches: {type(model).__name__} fails on one of them: {error}. Give inputs such as the example"
         ) from error
