@@ -1,4 +1,4 @@
-"""Damages files of a known structure: text, JSON, protobuf, zip, gzip, or any bytes."""
+"""Damages files of a known structure: text, words of a command, JSON, protobuf, zip, gzip, or any bytes."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ INTEGERS = (
 MAX_GROWTH = 4
 """A damaged file is at most this many times as long as the file that it was made from."""
 
+LEAST_CUT = 8192
+"""Shorter ones are never cut to that."""
+
 Mutation = Callable[[bytes, random.Random], bytes]
 
 
@@ -47,9 +50,10 @@ def mutate(content: bytes, structure: str, rng: random.Random) -> bytes:
     """Damage a file in one to four places."""
     damaged = content
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        change = STRUCTURES[structure] if rng.random() < 0.8 else any_bytes
+        # Flipped bits in a command line could name files outside of its folder.
+        change = STRUCTURES[structure] if structure == "words" or rng.random() < 0.8 else any_bytes
         damaged = change(damaged, rng)
-    return damaged[: max(MAX_GROWTH * len(content), 4096)]
+    return damaged[: max(MAX_GROWTH * len(content), LEAST_CUT)]
 
 
 # -- any bytes ---------------------------------------------------------------------------------------------------------
@@ -120,6 +124,35 @@ def _lines(content: bytes, rng: random.Random) -> bytes:
     if choice == 1:
         return b"".join(rest[:other] + block + rest[other:])
     return b"".join(lines[:at] + block * rng.choice((2, 2, 3)) + lines[at:])
+
+
+# -- words of a command ----------------------------------------------------------------------------------------------
+
+ARGUMENTS = (
+    *b"os:system json:loads os.path:join nets.py:needs nets.py:nothing nets.py:number nets:twice ./nets.py:net".split(),
+    *b"nets.py : missing.py:net numpy:array 1,3,8 1,3,8,9 0,3,8,8 9,9,9,9 99999,99999,99999 100000 -1 0 1 2".split(),
+    *b"0.5 1e9 nan inf 99999999999999999999 x.npy x.npz net.onnx net.prototxt net.caffemodel list.txt missing".split(),
+    *b". .. /dev/null /proc/version --data --size --crop --mean --scale --batches --formats --part --config".split(),
+    *b"--json --report --sparse --flops --placement --help -- -o qdq,record record \xff {} %s".split(),
+    "é".encode(), b"a" * 5000,
+)  # fmt: skip
+
+
+def words(content: bytes, rng: random.Random) -> bytes:
+    """Replace, drop, insert or swap words of a command; its first word stays."""
+    found = content.split(b" ")
+    at = rng.randrange(1, len(found)) if len(found) > 1 else 0
+    choice = rng.randrange(5)
+    if choice == 0 and len(found) > 1:
+        del found[at]
+    elif choice == 1:
+        found.insert(at + 1, rng.choice(ARGUMENTS))
+    elif choice == 2:
+        other = rng.randrange(1, len(found)) if len(found) > 1 else 0
+        found[at], found[other] = found[other], found[at]
+    elif at:
+        found[at] = rng.choice(ARGUMENTS)
+    return b" ".join(found)
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -272,6 +305,7 @@ def gzipped(content: bytes, rng: random.Random) -> bytes:
 STRUCTURES: dict[str, Mutation] = {
     "bytes": any_bytes,
     "text": text,
+    "words": words,
     "json": json_text,
     "protobuf": protobuf,
     "zip": zipped,

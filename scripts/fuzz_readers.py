@@ -9,7 +9,6 @@ import gzip
 import io
 import itertools
 import struct
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,15 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 import onnx
+from fuzz_jobs import (
+    Reader,
+    checkpoint_readers,
+    command_readers,
+    database_layer,
+    label_files,
+    list_layer,
+    put,
+)
 from PIL import Image
 from torture import Model, caffe_functions
 
@@ -52,28 +60,12 @@ LARGEST = 20_000
 """Larger files of the tests are left out: their damage would rarely hit the structure."""
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A reader: the structure of its files, sound files, what is done with them, and how often it is tried."""
-
-    structure: str
-    files: tuple[bytes, ...]
-    read: Callable[[bytes, Path], object]
-    weight: int = 10
-
-
 def golden(pattern: str) -> tuple[bytes, ...]:
     """The small files of the tests that match a pattern."""
     found = [path.read_bytes() for path in sorted(GOLDEN.glob(pattern)) if path.stat().st_size <= LARGEST]
     if not found:
         raise FileNotFoundError(f"no file of the tests matches {pattern}")
     return tuple(found)
-
-
-def put(content: bytes, folder: Path, name: str) -> str:
-    """Write a damaged file."""
-    (folder / name).write_bytes(content)
-    return str(folder / name)
 
 
 # -- configs and records -----------------------------------------------------------------------------------------------
@@ -173,6 +165,7 @@ def _data_readers(folder: Path) -> Iterator[tuple[str, Reader]]:
         saved(lambda s: np.savez(s, images=values, labels=np.arange(2))),
         saved(lambda s: np.savez_compressed(s, x=values)),
     )
+    yield "labels", Reader("zip", label_files(), partial(samples, name="x.npz"))
     yield "npy", Reader("bytes", npy, partial(samples, name="x.npy"))
     yield "npz", Reader("zip", npz, partial(samples, name="x.npz"))
     idx = struct.pack(">BBBBIII", 0, 0, 8, 3, 2, 3, 3) + bytes(range(18))
@@ -184,8 +177,11 @@ def _data_readers(folder: Path) -> Iterator[tuple[str, Reader]]:
     (folder / "a.png").write_bytes(pictures[0])
     listed = f"{folder / 'a.png'} 1\n{folder / 'a.png'} 0\n".encode()
     yield "image list", Reader("text", (listed,), partial(samples, name="list.txt"))
+    yield "list layer", Reader("text", (listed,), list_layer)
     write_lmdb(folder / "db", [(np.full((3, 4, 4), i, np.uint8), i) for i in range(40)])
-    yield "lmdb", Reader("bytes", ((folder / "db" / "data.mdb").read_bytes(),), partial(samples, name="x.mdb"))
+    database = (folder / "db" / "data.mdb").read_bytes()
+    yield "lmdb", Reader("bytes", (database,), partial(samples, name="x.mdb"))
+    yield "database layer", Reader("bytes", (database,), database_layer)
     means = golden("caffe/io/*/*.binaryproto")
     yield "mean blob", Reader("protobuf", means, lambda c, at: read_mean(put(c, at, "mean.binaryproto")))
     yield (
@@ -359,5 +355,7 @@ def all_readers(folder: Path) -> dict[str, Reader]:
         _data_readers(folder),
         _caffe_readers(model, folder),
         _onnx_readers(model, folder),
+        checkpoint_readers(model, folder),
+        command_readers(model, folder),
     )
     return dict(itertools.chain.from_iterable(parts))
