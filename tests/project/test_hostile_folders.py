@@ -30,6 +30,7 @@ from amct.caffe import installed_alias
 from amct.cli import main
 from amct.errors import AmctError, FileError
 from amct.record import CaffeLayerRecord, DataFactors
+from caffe_tree import write_bones
 
 PROTOTXT = """\
 name: "small"
@@ -166,6 +167,7 @@ def write_files(folder: Path, prototxt=PROTOTXT, trained=TRAINED, onnx=None, fac
         "script.py": "import caffe\ncaffe.Net('net.prototxt', 'net.caffemodel', caffe.TEST).save('new.caffemodel')\n",
     }.items():
         (folder / name).write_text(text)
+    write_bones(folder / "real")
     np.save(folder / "data.npy", np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32))
     save_onnx(onnx or onnx_model(), folder / "net.onnx")
     with pytest.MonkeyPatch.context() as patch:
@@ -277,6 +279,8 @@ READING_COMMANDS = {
     "compare PyTorch": ["compare", f"{NETS}:build", "torch", *DATA],
     "caffe test": ["caffe", "test", "--model", "train.prototxt", "--weights", "trained_iter_2.caffemodel"],
     "caffe install-alias": ["caffe", "install-alias", "--remove"],
+    "caffe patch export": ["caffe", "patch", "export", "caffe_patch"],
+    "caffe patch install": ["caffe", "patch", "install", "--caffe_dir", "real"],
     "caffe time": ["caffe", "time", "--model", "net.prototxt", "--iterations", "1"],
 }
 WRITING_COMMANDS = {
@@ -565,7 +569,7 @@ def leaf_commands() -> set[str]:
 
 
 def test_every_command_is_here():
-    tried = [" ".join(words[:2]) + " " for words in (*READING_COMMANDS.values(), *WRITING_COMMANDS.values())]
+    tried = [" ".join(words[:3]) + " " for words in (*READING_COMMANDS.values(), *WRITING_COMMANDS.values())]
     assert [name for name in leaf_commands() if not any(each.startswith(f"{name} ") for each in tried)] == []
 
 

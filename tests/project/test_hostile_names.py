@@ -88,6 +88,7 @@ SILENT = {
     "record diff", "record diff --json", "config check", "config check --json", "record convert", "config init",
     "record show --json --json", "caffe train", "caffe train on", "caffe merge-proto", "caffe to-onnx", "caffe run",
     "report Caffe", "report ONNX", "prune", "wrong data PyTorch", "unknown field", "record of other layers",
+    "caffe patch export", "caffe patch install",
 }  # fmt: skip
 """Commands that print no name of a layer here."""
 COMMANDS = {**READING_COMMANDS, **TABLES, **WRITING_COMMANDS, **MISTAKES}

@@ -26,6 +26,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
+from amct.atomic import FileGroup, is_file, read_bytes
 from amct.caffe.engine.messages import layer_extensions
 from amct.errors import ConfigError, FileError, ParseError, Position, Problem, did_you_mean
 from amct.schema.extension import with_extra_fields
@@ -39,7 +40,6 @@ from caffe_patch.merge_proto.merge import (
     ProtoFile,
     merge,
     parse,
-    replace_with_backup,
     to_text,
 )
 
@@ -206,10 +206,10 @@ def merge_files(
     base = _ours() if caffe is None else _read(caffe)
     base.package = base.package or "caffe"
     file, result = _merged(base, custom)
-    try:
-        replace_with_backup(str(output), to_text(file))
-    except OSError as error:
-        raise FileError(f"{output}: cannot be written: {error}") from error
+    with FileGroup() as group:
+        if is_file(output):
+            group.write_bytes(f"{output}.bak", read_bytes(output))
+        group.write_text(output, to_text(file))
     return result
 
 

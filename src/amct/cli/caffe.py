@@ -13,6 +13,7 @@ import typer
 
 from amct import log
 from amct.atomic import check_writable
+from amct.cli import caffe_patch
 from amct.cli.own_layers import takes_own_layers
 from amct.cli.printing import show
 from amct.errors import AmctError, ArgumentError, FileError, TrainingError
@@ -29,6 +30,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+app.add_typer(caffe_patch.app)
 
 INTERRUPTED = 130
 SCRIPT_FAILED = 1
