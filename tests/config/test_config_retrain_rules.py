@@ -78,7 +78,7 @@ override_layer_types { layer_type: "Linear" retrain_weight_quant_config { arq_re
     none = "the override has no retrain_data_quant_config and no retrain_weight_quant_config: built-in defaults apply"
     assert warnings_of(text) == [
         f"q.cfg:3:1: {again}: conv",
-        f"q.cfg:3:1: {none} instead of the global block: conv",
+        f"q.cfg:3:1: {none}: conv",
         f"q.cfg:4:1: {again}: fc, fcnb",
     ]
 
@@ -103,6 +103,10 @@ def test_what_an_override_resets_to_the_defaults_is_warned_of(override, given, m
 
 def test_half_an_override_resets_nothing_where_the_file_has_no_global_block():
     assert warnings_of('override_layer_configs { layer_name: "conv" retrain_weight_quant_config { } }') == []
+    lacks = "no retrain_data_quant_config and no retrain_weight_quant_config"
+    assert warnings_of('override_layer_configs { layer_name: "conv" }') == [
+        f"q.cfg:1:1: the override has {lacks}: built-in defaults apply: conv"
+    ]
 
 
 def test_names_given_twice_in_a_skip_list_are_only_warned_of():

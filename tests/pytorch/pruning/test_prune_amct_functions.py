@@ -283,6 +283,18 @@ def test_a_layer_that_keeps_all_channels_is_told_what_would_prune_it(flow, caplo
     assert "leaves all of its 32" not in caplog.text.rpartition(reason)[2]
 
 
+def test_a_model_that_was_never_compressed_is_not_saved_with_a_record_of_pruning(flow, caplog):
+    flow.trained(filters(0.3))
+    before = Path(flow.record).read_text()
+    with pytest.raises(RuntimeError, match="names pruned layers, but the model was not created or restored with it"):
+        amct_pytorch.save_compressed_retrain_model(flow.model, flow.record, str(flow.folder / "net"), flow.batches[0])
+    assert Path(flow.record).read_text() == before
+    assert not list(flow.folder.glob("net*"))
+    Path(flow.record).write_text("")
+    amct_pytorch.save_compressed_retrain_model(flow.model, flow.record, str(flow.folder / "net"), flow.batches[0])
+    assert "neither pruned nor quantized it; it is saved as is" in caplog.text
+
+
 @pytest.mark.parametrize("config", [filters(0.3), MIXED])
 def test_a_record_serves_a_second_save(flow, config):
     trained = flow.trained(config)

@@ -323,7 +323,7 @@ class QatExpander:
         inherited = [name for name in missing if has(self.blocks.common, name)]
         if inherited or len(missing) == len(names):
             lacks = f"the override has no {' and no '.join(missing)}"
-            what = f"{lacks}: built-in defaults apply instead of the global block"
+            what = f"{lacks}: built-in defaults apply{' instead of the global block' if inherited else ''}"
             self.problems.adjust(layer.name, what, choice.origin.position)
 
 

@@ -306,12 +306,18 @@ def _check_record(record: Record, model: nn.Module, path: Path) -> None:
     Raises:
         RecordError: It is empty, or of another network or config.
     """
-    given = _pruned_channels(record)
-    own = getattr(model, PRUNED, given)
+    given, own = _pruned_channels(record), getattr(model, PRUNED, frozenset())
     if given == own:
+        if not hasattr(model, PRUNED) and not isinstance(model, QatModel):
+            logger.warning(
+                "model: create_compressed_retrain_model or restore_compressed_retrain_model neither pruned nor "
+                "quantized it; it is saved as is"
+            )
         return
     what = "is of another network or config"
-    if not given:
+    if not hasattr(model, PRUNED):
+        what = "names pruned layers, but the model was not created or restored with it"
+    elif not given:
         what = "names no pruned layer, but the model has some"
     layers = sorted({f'"{name}"' for name, _ in given ^ own})
     shown = ", ".join(layers[:5]) + (" and others" if len(layers) > 5 else "")
