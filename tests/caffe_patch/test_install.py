@@ -15,7 +15,7 @@ import pytest
 from amct.cli import main
 from caffe_patch import install, source_tree
 from caffe_patch.merge_proto import merge
-from caffe_tree import CMAKE, MAKEFILE, PROTO, state, write_bones
+from caffe_tree import CMAKE, MAKEFILE, PROTO, patches, state, write_bones
 
 FORKS = Path(__file__).parents[1] / "golden" / "caffe_proto"
 BASE = Path(__file__).parents[2] / "src" / "amct" / "schema" / "caffe.proto"
@@ -66,6 +66,39 @@ def refused(tree, *parts, custom=None, base=BASE):
 
 
 # ---------------------------------------------------------------------------------------------------- what is written
+
+
+def test_the_lines_of_the_guide_in_its_order(tree):
+    said = put_in(tree)
+    others = [patch.name for patch in patches() if patch.name not in (*install.LSTM_PATCHES, *install.BUILD_FILES)]
+    done = "Install patch '{}' successfully."
+    assert said == [
+        f"Begin to copy source files, header files and quant_lib to '{tree}'",
+        f"Finish copy source files, header files and quant_lib to '{tree}'",
+        "Begin to install patch.",
+        done.format("lstm_calibration_layer.cpp.patch"),
+        done.format("lstm_calibration_layer.hpp.patch"),
+        done.format("lstm_quant_layer.cpp.patch"),
+        done.format("lstm_quant_layer.hpp.patch"),
+        *map(done.format, others),
+        "Finish install patch.",
+        'Merge and replace "caffe.proto" success.',
+        'Merge and replace "Makefile" success.',
+        'Merge and replace "CMakeLists.txt" success.',
+    ]
+
+
+def test_sources_headers_and_the_library_are_there(tree):
+    put_in(tree)
+    package = Path(install.HERE)
+    for folder, ending in (("include", "*.hpp"), ("src", "*.cpp"), ("quant_lib", "*.cpp"), ("quant_lib", "*.hpp")):
+        sources = list((package / folder).rglob(ending))
+        assert sources
+        for path in sources:
+            assert (tree / path.relative_to(package)).read_bytes() == path.read_bytes()
+    header = package / "quant_lib" / "quant.hpp"
+    assert (tree / "include/caffe/util/quant.hpp").read_bytes() == header.read_bytes()
+    assert (tree / "quant_lib/libquant.so").read_bytes().startswith(b"\x7fELF")
 
 
 def test_twice_writes_nothing_more(tree):
@@ -235,6 +268,15 @@ def test_another_version_names_every_anchor_that_is_missing(tree):
     assert 'CMakeLists.txt: expected once, found 2 times: "include(cmake/Dependencies.cmake)"' in problems
 
 
+def test_the_layers_that_are_patched_have_to_be_there(tree):
+    sources = sorted({patch.source for patch in patches() if patch.name not in install.BUILD_FILES})
+    for source in sources:
+        (tree / source).unlink()
+    problems = refused(tree, "this tree is another version")
+    for source in sources:
+        assert f"{tree / source}: there is no such file" in problems
+
+
 def test_a_caffe_for_a_gpu_is_refused(tree):
     (tree / "Makefile.config").write_text("# CPU_ONLY := 1\nUSE_CUDNN := 1\n")
     refused(tree, "Makefile.config: this Caffe is built for a GPU; there is no libquant_gpu.so", "CPU_ONLY := 1")
@@ -349,6 +391,16 @@ def run(folder, *words, cwd):
     environment = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
     command = [str(each) for each in (os.path.realpath(sys.executable), "-S", folder / "install.py", *words)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def test_the_exported_folder_is_the_guides(exported):
+    names = {path.name for path in exported.iterdir()}
+    assert names == {"include", "src", "quant_lib", "merge_proto", "patch", "install.py", "source_tree.py"}
+    assert {path.name for path in (exported / "merge_proto").iterdir()} == {
+        "amct_custom.proto", "caffe.proto", "merge.py", "merge_proto.sh"
+    }  # fmt: skip
+    assert set(install.LSTM_PATCHES) <= {path.name for path in (exported / "patch").iterdir()}
+    assert {path.suffix for path in (exported / "quant_lib").iterdir()} == {".cpp", ".hpp"}
 
 
 def test_export_writes_to_new_folders_only(exported, capsys):
