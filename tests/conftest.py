@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         missing["assets"] = "the real models are not on this machine (set AMCT_ASSETS)"
     if shutil.which("chromium") is None:
         missing["browser"] = "the program chromium is not on this machine (Debian: apt-get install chromium)"
+    if "AMCT_REAL_CAFFE" not in os.environ:
+        missing["real_caffe"] = "no checkout of BVLC/caffe is named (docs/caffe-patch.md; set AMCT_REAL_CAFFE)"
     for item in items:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):

@@ -74,6 +74,21 @@ def test_types_templates_and_schemas_are_in_the_wheel(wheel):
     assert [name for name in names if name.startswith(("tests/", "examples/"))] == []
 
 
+def test_the_wheel_writes_the_patch_of_a_real_caffe(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "packages")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "packages")}
+    command = [sys.executable, "-m", "amct", "caffe", "patch", "export", tmp_path / "patch"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    written = {path.relative_to(tmp_path / "patch") for path in (tmp_path / "patch").rglob("*") if path.is_file()}
+    sources = [
+        path for path in (ROOT / "src/caffe_patch").rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ]
+    wanted = {path.relative_to(ROOT / "src/caffe_patch") for path in sources if path.name != "py.typed"}
+    assert written == wanted | {Path("merge_proto/caffe.proto")}
+    assert {path.suffix for path in written} == {".cpp", ".hpp", ".patch", ".proto", ".py", ".sh"}
+
+
 def test_an_installed_wheel_quantizes_outside_of_the_source_tree(wheel, tmp_path):
     home = tmp_path / "venv"
     venv.create(home, with_pip=False, symlinks=True)
