@@ -49,3 +49,8 @@ def shortened(text: str, longest: int = LONGEST_WORD) -> str:
         return text
     kept = max((longest - 20) // 2, 1)
     return f"{text[:kept]}…({len(text) - 2 * kept} characters)…{text[-kept:]}"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in the plural unless it is one: ``1 layer``, ``3 layers``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,13 +1,16 @@
-"""Data as a stream: folders are listed while they are read, batches are read ahead in a thread, nothing is kept."""
+"""Data as a stream: pictures from all over a folder, batches read ahead in a thread, nothing is kept."""
 
 from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import traceback
 import weakref
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from PIL import Image
 from amct.calibration import Ranks
 from amct.data import AheadIterator, InBackground, Preparation, StoredBatches, images, list_images, open_samples
 from amct.data.arrays import open_rows
+from amct.data.samples import spread_order
 from amct.data.stored_batches import AHEAD
 from amct.errors import ArgumentError, FileError, ParseError
 from amct.pipeline.batches import Batches, FirstBatches
@@ -64,20 +68,16 @@ def test_links_to_folders_are_not_followed(tmp_path):
     assert [path.name for path in list_images(tmp_path / "in")] == ["a.png", "b.png"]
 
 
-def test_a_folder_is_listed_while_it_is_read(tmp_path, monkeypatch):
-    """The first batch needs the first subfolder only, and decodes only its own pictures."""
+def test_a_batch_of_a_folder_decodes_only_its_own_pictures(tmp_path, monkeypatch):
     for folder in range(5):
         for number in range(3):
             picture(tmp_path / str(folder) / f"{number}.png")
-    listed, decoded = [], []
-    scan, read = os.scandir, images.read_bytes
-    monkeypatch.setattr(os, "scandir", lambda path: listed.append(os.fspath(path)) or scan(path))
+    decoded = []
+    read = images.read_bytes
     monkeypatch.setattr(images, "read_bytes", lambda path, what: decoded.append(path) or read(path, what))
     source = StoredBatches(tmp_path, 2)
     next(iter(source))
     assert len(decoded) == 2
-    assert {os.path.basename(path) for path in listed} <= {tmp_path.name, "0"}  # noqa: PTH119
-    listed.clear()
     assert len(source) == 8
     assert len(decoded) == 2
 
@@ -90,6 +90,44 @@ def test_labels_are_those_of_subfolders_with_pictures(tmp_path):
     (tmp_path / "c" / "notes.txt").touch()
     found = {os.path.relpath(sample.name, tmp_path): sample.label for sample in open_samples(tmp_path)}
     assert found == {"b/1.png": 0, "b/deep/2.png": 0, "d/3.png": 1, "top.png": None}
+
+
+def test_the_first_pictures_are_from_all_over_the_folder_and_the_same_in_every_process(tmp_path):
+    """Of 8 classes with 16 pictures each, 8 pictures are of 8 classes, 32 pictures four of each."""
+    for number in range(128):
+        picture(tmp_path / f"class{number // 16}" / f"{number:03d}.png")
+    source = open_samples(tmp_path)
+    found = [(sample.name, sample.label) for sample in source]
+    assert len({name for name, _ in found}) == 128
+    assert sorted(label for _, label in found[:8]) == list(range(8))
+    assert Counter(label for _, label in found[:32]) == dict.fromkeys(range(8), 4)
+    assert len({name[-6:] for name, _ in found[:8]}) > 4  # not the first picture of each class
+    code = f"from amct.data import open_samples; print([sample.name for sample in open_samples({str(tmp_path)!r})])"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert other.strip() == str([name for name, _ in found])
+
+
+@given(count=st.integers(0, 300), first=st.integers(1, 300), classes=st.integers(1, 9))
+def test_any_first_samples_have_their_share_of_every_class(count, first, classes):
+    order = spread_order(count)
+    assert sorted(order) == list(range(count))
+    labels = np.arange(count) * classes // max(count, 1)
+    shares = np.bincount(labels[order[:first]], minlength=classes) / max(min(first, count), 1)
+    expected = np.bincount(labels, minlength=classes) / max(count, 1)
+    # n numbers that are nested halves of a list differ from n even ones by less than log2(n) + 2 at each border
+    assert np.abs(shares - expected).max(initial=0) <= 2 * (np.log2(max(min(first, count), 1)) + 2) / min(
+        first, max(count, 1)
+    )
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    picture(tmp_path / "store" / "cat" / "1.png")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "cat").symlink_to(tmp_path / "store" / "cat")
+    (tmp_path / "data" / "dog").symlink_to(tmp_path / "store")  # its cat is known already
+    (tmp_path / "store" / "round").symlink_to(tmp_path / "data")
+    found = [os.path.relpath(sample.name, tmp_path / "data") for sample in open_samples(tmp_path / "data")]
+    assert found == ["cat/1.png"]
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------

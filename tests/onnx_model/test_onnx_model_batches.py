@@ -85,13 +85,13 @@ def test_a_fixed_batch_size_is_explained():
 
 
 def test_no_data():
-    with pytest.raises(CalibrationError, match="calibration_data is empty"):
+    with pytest.raises(CalibrationError, match="data is empty"):
         onnx_batches(model(), []).first()
 
 
 @pytest.mark.parametrize("values", [torch.zeros(2, 3, device="meta"), torch.zeros(2, 3, dtype=torch.bfloat16)])
 def test_tensors_that_numpy_cannot_read(values):
-    with pytest.raises(ArgumentTypeError, match=r'calibration_data: input "x".*tensor\.float\(\)'):
+    with pytest.raises(ArgumentTypeError, match=r'^data: input "x".*tensor\.float\(\)'):
         onnx_batches(model(), values).first()
-    with pytest.raises(ArgumentTypeError, match=r'calibration_data: input "data".*tensor\.float\(\)'):
+    with pytest.raises(ArgumentTypeError, match=r'^data: input "data".*tensor\.float\(\)'):
         inputs_by_name(["data"], values)

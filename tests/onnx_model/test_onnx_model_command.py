@@ -63,7 +63,7 @@ def test_quantize_as_text_and_with_a_config(capsys):
     arguments = ["net.onnx", "--data", "data.npy", "--config", "quant.cfg", "-o", "out/net"]
     assert main(["quantize", *arguments]) == 0
     text = capsys.readouterr().out
-    assert "quantized   1 layers; 1 left as they are" in text
+    assert "quantized   1 layer; 1 left as they are" in text
     assert re.search(r"quant\.cfg:2:1.*: fc", text)
     assert "wrote       out/net_qdq_model.onnx" in text
 

@@ -262,7 +262,7 @@ def test_quant_json_tells_of_folded_and_skipped_layers(tmp_path):
         "alone": 'not folded: it follows "product" (MatMul), which cannot take it',
     }
     text = quantized.summary()
-    assert text.splitlines()[0] == "hand_made: 1 layers quantized, 1 batch norms folded"
+    assert text.splitlines()[0] == "hand_made: 1 layer quantized, 1 batch norm folded"
     assert "both operands are computed" in text
 
 

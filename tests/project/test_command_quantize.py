@@ -50,7 +50,7 @@ def test_quantize_a_caffe_pair(folder, capsys):
     result = json.loads(capsys.readouterr().out)
     assert "measured on 2 batches" in (folder / "out/net_report.html").read_text(encoding="utf-8")
     assert result["quantized"] == ["conv", "fc"]
-    assert "relu" in result["left float"]
+    assert "relu" in result["left_float"]
     assert [row["layer"] for row in result["layers"]]
     assert (folder / "out/net_deploy_weights.caffemodel").stat().st_size > 0
     assert all((folder / name).exists() for name in result["files"])

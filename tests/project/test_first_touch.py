@@ -233,12 +233,18 @@ def test_without_a_size_pictures_get_that_of_the_model_or_keep_theirs_and_a_line
         main(["quantize", "net.prototxt", "net.caffemodel", "--data", "pictures", "--no-check", "-o", "out/caffe"]) == 0
     )
     said = capsys.readouterr().err
-    assert "pictures    resized to 8 x 10, the size of the model's input: no --size given" in said
+    (line,) = [line for line in said.splitlines() if line.startswith("pictures")]
+    assert line == (
+        "pictures    BGR, resized to 8 x 10; no --color given: BGR is the order of Caffe; no --size given: the size of "
+        "the model's input"
+    )
     assert main(f"quantize {REFERENCE} --data pictures --no-check -o out/torch".split()) == 0
     said = capsys.readouterr().err
-    assert "the first 12 x 14: no --size given, and a PyTorch model does not tell its size" in said
-    assert main(f"quantize {REFERENCE} --data pictures --size 9 --no-check -o out/torch".split()) == 0
-    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("pictures")] == []
+    assert "pictures    RGB; no --color given: RGB is usual for PyTorch and ONNX models; no --size given: " in said
+    assert "as large as they are, the first 12 x 14, for a PyTorch model does not tell its size" in said
+    assert main(f"quantize {REFERENCE} --data pictures --size 9 --color rgb --no-check -o out/torch".split()) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pictures")]
+    assert line == "pictures    RGB, resized to 9 x 9"
 
 
 def test_a_model_of_one_channel_gets_gray_pictures_and_a_line_says_so(folder, capsys):
@@ -248,7 +254,7 @@ def test_a_model_of_one_channel_gets_gray_pictures_and_a_line_says_so(folder, ca
     caffe.Net("gray.prototxt", caffe.TEST).save("gray.caffemodel")
     command = ["quantize", "gray.prototxt", "gray.caffemodel", "--data", "pictures", "--no-check", "-o", "out/gray"]
     assert main(command) == 0
-    line = "pictures    read as gray, the model's input has one channel: no --color given"
+    line = "gray, resized to 8 x 10; no --color given: the model's input has one channel"
     assert line in capsys.readouterr().err
     assert main([*command, "--color", "gray"]) == 0
     assert line not in capsys.readouterr().err

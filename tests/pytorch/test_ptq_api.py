@@ -123,12 +123,16 @@ def test_once_only_data_serves_balancing_and_learning_too(model):
     [
         ([], CalibrationError, "calibration_data is empty"),
         (iter(()), CalibrationError, "calibration_data is empty"),
-        (5, ArgumentTypeError, "calibration_data: expected a tensor, an iterable of batches or a DataLoader, got int"),
+        (
+            5,
+            ArgumentTypeError,
+            "calibration_data: expected a tensor, an array, an iterable of batches or a DataLoader, got int",
+        ),
         ("data", ArgumentTypeError, "got str"),
         ({"x": images()}, ArgumentError, r"put it into a list: \[batch\]"),
-        ([images().numpy()], ModelError, "input_data: expected a tensor"),
+        ([["picture.png"]], ModelError, "calibration_data: expected batches"),
         ([{"wrong": images()}], ModelError, "fails on the example input"),
-        ([(images(), {"wrong": images()})], ModelError, "input_data does not fit"),
+        ([(images(), {"wrong": images()})], ModelError, "calibration_data does not fit"),
     ],
 )
 def test_data_that_cannot_be_used(data, kind, match, model):

@@ -124,9 +124,9 @@ def test_an_exception_in_the_users_metric_ends_at_the_users_line(quantized, batc
 def test_a_notebook_shows_the_summary_with_every_name_escaped():
     net = nn.Sequential(OrderedDict({"fc": nn.Linear(4, 4), "<b>harm</b>": nn.LayerNorm(4)}))
     quantized = amct.quantize(net, [torch.randn(2, 4)])
-    assert repr(quantized) == "<Sequential: 1 layers quantized, 0 batch norms folded>"
+    assert repr(quantized) == "<Sequential: 1 layer quantized, 0 batch norms folded>"
     shown = quantized._repr_html_()
-    assert "Sequential: 1 layers quantized" in shown
+    assert "Sequential: 1 layer quantized" in shown
     assert "<td><code>&lt;b&gt;harm&lt;/b&gt;</code></td><td>" in shown
     assert "<b>" not in shown
 

@@ -285,7 +285,7 @@ class CaffeDoor:
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert calibration data to batches of the net."""
-        return caffe_batches(data, inputs)
+        return caffe_batches(data, inputs, name="calibration_data")
 
     def plan(self, config: AnyConfig, example: Batch, batches: int | None) -> tuple[Plan, bool]:
         """The plan of a config in the Caffe dialect."""

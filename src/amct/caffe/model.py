@@ -398,7 +398,7 @@ Batch = Any
 further items of the tuple (labels) are ignored."""
 
 
-def caffe_batches(data: object, inputs: BatchInputs | None = None) -> Batches:
+def caffe_batches(data: object, inputs: BatchInputs | None = None, *, name: str = "data") -> Batches:
     """Convert data to batches of a net; a single array or dict is one batch.
 
     Raises:
@@ -409,6 +409,8 @@ def caffe_batches(data: object, inputs: BatchInputs | None = None) -> Batches:
         inputs or (lambda batch: batch),
         single=(np.ndarray, torch.Tensor, Mapping),
         expected="an array or an iterable of batches",
+        color="bgr",
+        name=name,
     )
 
 

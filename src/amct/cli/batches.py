@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from amct.cli.options import DataOptions
-    from amct.data import StoredBatches
+    from amct.data import DataFacts, StoredBatches
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +35,19 @@ class DataBatches:
         start: Returns an iterator over batches first, first + step, first + 2 · step, …
         length: Returns the number of batches.
         identity: Returns a fingerprint of the data.
+        facts: Returns what the data says of itself.
     """
 
     start: Callable[[int, int], Iterator[Any]]
     length: Callable[[], int]
     identity: Callable[[], str]
+    facts: Callable[[], DataFacts | None] = lambda: None
     reads_ahead: bool = True
 
     @classmethod
     def converted(cls, data: StoredBatches, convert: Callable[[Any], Any]) -> DataBatches:
         """The batches of some data, each converted."""
-        return cls(lambda first, step: map(convert, data.part(first, step)), data.__len__, data.identity)
+        return cls(lambda first, step: map(convert, data.part(first, step)), data.__len__, data.identity, data.facts)
 
     def __iter__(self) -> Iterator[Any]:
         return self.start(0, 1)
@@ -100,6 +102,7 @@ def onnx_data(model: str, options: DataOptions) -> DataBatches:
             lambda first, step: full_batches(stored.part(first, step), size, sized.data, first=first),
             lambda: len(stored) if size is None else stored.samples // size,
             stored.identity,
+            stored.facts,
         )
     return named_batches([value.name for value in proto.graph.input], options, size)
 
@@ -115,6 +118,7 @@ def named_batches(names: Sequence[str], options: DataOptions, size: int | None =
     Raises:
         AmctError: It is no such file, or an array is missing.
     """
+    from amct.data import DataFacts
     from amct.data.arrays import is_array_file
     from amct.data.samples import file_fingerprint
 
@@ -129,6 +133,7 @@ def named_batches(names: Sequence[str], options: DataOptions, size: int | None =
         lambda first, step: islice(full_batches(slices(), size, options.data), first, options.batches, step),
         lambda: count if options.batches is None else min(count, options.batches),
         lambda: f"{file_fingerprint(options.data)} {options.batch_size} {options.batches}",
+        lambda: DataFacts(samples=samples, batch_size=options.batch_size),
     )
 
 

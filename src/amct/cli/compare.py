@@ -95,9 +95,11 @@ class Request:
                 )
             yield values, np.array([MISSING if label is None else label for label in labels], np.int64)
 
-    def fitting(self, model_input: Sequence[int | str | None]) -> Request:
+    def fitting(self, model_input: Sequence[int | str | None], pair: ModelPair) -> Request:
         """Return the request with pictures in the size and the channels of the model's input, where not given."""
-        return replace(self, data=self.data.fitting(model_input))
+        data = self.data.fitting(model_input, "bgr" if pair.kind is ModelKind.CAFFE else "rgb")
+        data.warn_of_other_preparation(pair.quantized_model[0])
+        return replace(self, data=data)
 
     def refuse_labels(self) -> None:
         """Refuse ``--top1`` for a model whose data are arrays by the names of its inputs."""
@@ -167,7 +169,7 @@ def _run_caffe(pair: ModelPair, request: Request) -> _Found:
         request.refuse_labels()
         data: Iterable[Any] = named_batches(list(inputs), request.data)
     else:
-        request = request.fitting(next(iter(inputs.values()), ()))
+        request = request.fitting(next(iter(inputs.values()), ()), pair)
         data = request.batches()
     metric = request.metric
     if request.report is not None:
@@ -194,7 +196,7 @@ def _run_onnx(pair: ModelPair, request: Request) -> _Found:
     (float_model,) = pair.float_model
     proto = read_model(float_model, "FLOAT").model
     if is_plain(proto):
-        request = request.fitting(input_shape(proto, proto.graph.input[0].name) or ())
+        request = request.fitting(input_shape(proto, proto.graph.input[0].name) or (), pair)
         return _run_onnx_files(float_model, pair, request, request.batches(_fixed_batch_size(pair.quantized_model[0])))
     request.refuse_labels()
     return _run_onnx_files(float_model, pair, request, onnx_data(float_model, request.data))
@@ -207,7 +209,7 @@ def _run_torch(pair: ModelPair, request: Request) -> _Found:
 
     (reference,) = pair.float_model
     proto = read_model(pair.quantized_model[0], "QUANT", allow_quantized=True).model
-    request = request.fitting(input_shape(proto, proto.graph.input[0].name) or ())
+    request = request.fitting(input_shape(proto, proto.graph.input[0].name) or (), pair)
     first = next(request.batches(_fixed_batch_size(pair.quantized_model[0])), None)
     if first is None:
         raise CalibrationError(f"{request.data.data}: there are no samples")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -12,7 +14,7 @@ import typer
 
 from amct.atomic import is_file
 from amct.cli.printing import show
-from amct.errors import ArgumentError
+from amct.errors import AmctError, ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +43,9 @@ Top1 = Annotated[
     bool, typer.Option("--top1", help="Also count how often the largest output is the label; the data has labels.")
 ]
 
+logger = logging.getLogger(__name__)
+
+_COLOR_REASONS = {"rgb": "RGB is usual for PyTorch and ONNX models", "bgr": "BGR is the order of Caffe"}
 _MOST_DIGITS = 9
 _MOST_PIXELS = 2**26
 _PICTURE_INPUT_AXES = 4  # batch, channels, height, width
@@ -56,7 +61,9 @@ class DataOptions:
     data: Annotated[
         Path,
         typer.Option(
-            help="Data: a folder of pictures, .npy, .npz (several inputs: arrays of their names), LMDB or idx."
+            help="Data: a folder of pictures, a list of them (.txt: a path and perhaps a label in each line), .npy, "
+            ".npz (several inputs: arrays of their names), LMDB or idx. The first pictures of a folder are from all "
+            "over it."
         ),
     ]
     size: Annotated[str | None, typer.Option(help="Resize pictures to this size: 224 or height,width.")] = None
@@ -66,7 +73,11 @@ class DataOptions:
         str, typer.Option(help="After subtracting the mean, multiply by this: 0.017 or 0.0171,0.0175,0.0174.")
     ] = "1"
     color: Annotated[
-        str | None, typer.Option(help="Channels of pictures: bgr, rgb or gray; bgr unless the model takes one channel.")
+        str | None,
+        typer.Option(
+            help="Channels of pictures: rgb, bgr or gray. Without: gray if the model takes one channel, else bgr for "
+            "Caffe models and rgb for others."
+        ),
     ] = None
     batch_size: Annotated[int, typer.Option(help="Samples in a batch.")] = 1
     batches: Annotated[int | None, typer.Option(help="Use no more batches than this.")] = None
@@ -112,39 +123,65 @@ class DataOptions:
         """Whether an option asks for other values than the stored ones."""
         return not (self.mean is self.size is self.crop is None and _scale(self.scale) == 1)
 
-    def fitting(self, model_input: Sequence[int | str | None] | None) -> DataOptions:
+    def fitting(self, model_input: Sequence[int | str | None] | None, color: str = "rgb") -> DataOptions:
         """Return the options with the size and the channels of the model's input for pictures, where not given.
 
-        A line tells what is taken and why.
+        A line tells what is done to each picture, and what of it was chosen here.
 
         Args:
             model_input: The shape that the model declares; names or None where any size fits; None: not known.
+            color: The order of three channels that models of this kind expect.
         """
         from amct.data import holds_pictures
 
-        return self._with_color(model_input)._with_size(model_input) if holds_pictures(self.data) else self
-
-    def _with_color(self, model_input: Sequence[int | str | None] | None) -> DataOptions:
-        shape = model_input or ()
-        if self.color is not None or len(shape) != _PICTURE_INPUT_AXES or shape[1] != 1:
+        if not holds_pictures(self.data):
             return self
-        show("pictures    read as gray, the model's input has one channel: no --color given", err=True)
-        return replace(self, color="gray")
+        chosen: list[str] = []
+        options = self._with_color(model_input, color, chosen)._with_size(model_input, chosen)
+        text = options._preparation().text(pictures=True)
+        show(f"pictures    {'; '.join([text, *chosen])}", err=True)
+        return options
 
-    def _with_size(self, model_input: Sequence[int | str | None] | None) -> DataOptions:
+    def _with_color(self, model_input: Sequence[int | str | None] | None, color: str, chosen: list[str]) -> DataOptions:
+        shape = model_input or ()
+        if self.color is not None:
+            return self
+        if len(shape) == _PICTURE_INPUT_AXES and shape[1] == 1:
+            chosen.append("no --color given: the model's input has one channel")
+            return replace(self, color="gray")
+        chosen.append(f"no --color given: {_COLOR_REASONS[color]}")
+        return replace(self, color=color)
+
+    def _with_size(self, model_input: Sequence[int | str | None] | None, chosen: list[str]) -> DataOptions:
         from amct.data import first_shape
 
         if self.size is not None or self.crop is not None:
             return self
         height, width = _picture_size(model_input)
         if height is not None and width is not None:
-            show(f"pictures    resized to {height} x {width}, the size of the model's input: no --size given", err=True)
+            chosen.append("no --size given: the size of the model's input")
             return replace(self, size=f"{height},{width}")
         shape = first_shape(self.data, self._preparation())
         assert shape is not None  # pictures have one
         why = "a PyTorch model does not tell its size" if model_input is None else "the model takes any size"
-        show(f"pictures    used as they are, the first {shape[1]} x {shape[2]}: no --size given, and {why}", err=True)
+        chosen.append(f"no --size given: as large as they are, the first {shape[1]} x {shape[2]}, for {why}")
         return self
+
+    def warn_of_other_preparation(self, quantized: str) -> None:
+        """Warn if pictures were prepared otherwise for the calibration of a file, as the quant.json beside it says."""
+        from amct.data import holds_pictures
+        from amct.model.quant_json import notes_beside
+
+        with suppress(AmctError):  # the comparison itself does not need the file
+            used = notes_beside(Path(quantized)).calibration
+            here = self._preparation().text(pictures=True)
+            if used is not None and used.unit == "pictures" and holds_pictures(self.data) and used.preparation != here:
+                logger.warning(
+                    "pictures are prepared otherwise than for calibration: %s here, %s there; give the options of amct "
+                    "quantize",
+                    here,
+                    used.preparation,
+                )
 
     def _preparation(self) -> Preparation:
         import numpy as np
@@ -154,7 +191,7 @@ class DataOptions:
         return Preparation(
             size=_pair("--size", self.size),
             crop=_pair("--crop", self.crop),
-            color=cast("Literal['bgr', 'rgb', 'gray']", self.color or "bgr"),
+            color=cast("Literal['bgr', 'rgb', 'gray'] | None", self.color),
             mean=np.zeros(0, np.float32) if self.mean is None else _mean(self.mean),
             scale=_scale(self.scale),
         )

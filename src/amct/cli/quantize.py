@@ -18,6 +18,7 @@ from amct.cli.processes import processes
 from amct.errors import ArgumentError
 from amct.log import few_lines
 from amct.model.verdict import LEVELS, NOT_JUDGED
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -248,7 +249,7 @@ def _quantized(  # noqa: PLR0913  the options of the command that change what is
         if len(inputs) > 1:
             found: DataBatches | StoredBatches = named_batches(list(inputs), data)
         else:
-            data = data.fitting(next(iter(inputs.values()), ()))
+            data = data.fitting(next(iter(inputs.values()), ()), "bgr")
             found = data.stored()
         if files is not None:
             files.check_sizes(data, found, inputs)
@@ -280,15 +281,16 @@ def _result(quantized: QuantizedModel, data: FirstBatches, files: _Files) -> dic
     written = files.save(quantized)
     measured_on, layers, outputs = _measured(quantized, batches, written, files.page)
     return {
-        "measured batches": [len(batches), len(data)],
+        "calibrated": str(quantized.calibration),
+        "measured_batches": [len(batches), len(data)],
         "quantized": list(quantized.layers),
-        "left float": {skip.layer: skip.reason for skip in quantized.skipped},
+        "left_float": {skip.layer: skip.reason for skip in quantized.skipped},
         "measured": measured_on,
         "outputs": [comparison_row(output, "output") for output in outputs],
         "layers": [comparison_row(layer) for layer in layers],
         "files": [str(path) for path in (*written, files.page) if path is not None],
         "checks": _checks(written),
-        "would help": [text for document in _documents(written).values() for text in document.proposals],
+        "would_help": [text for document in _documents(written).values() for text in document.proposals],
     }
 
 
@@ -342,9 +344,12 @@ def _measured_by_name(
 
 def _as_text(result: dict[str, Any]) -> str:
     worst = most_harmed(result["layers"], WORST_SHOWN)
-    left = len(result["left float"])
-    lines = [f"quantized   {len(result['quantized'])} layers; {left} left as they are{':' if left else ''}"]
-    lines += [f"              {reason}: {_some(names)}" for reason, names in _by_reason(result["left float"])]
+    left = len(result["left_float"])
+    lines = [
+        f"calibrated  on {result['calibrated']}",
+        f"quantized   {counted(len(result['quantized']), 'layer')}; {left} left as they are{':' if left else ''}",
+    ]
+    lines += [f"              {reason}: {_some(names)}" for reason, names in _by_reason(result["left_float"])]
     if worst:
         lines += [
             "most harmed " + ", ".join(f"{short_name(row['layer'])} (SQNR {row['sqnr']:.1f} dB)" for row in worst)
@@ -352,12 +357,12 @@ def _as_text(result: dict[str, Any]) -> str:
         lines += [f"              measured on {_data_name(result)}, of {_measured_name(result['measured'])}"]
     lines += [f"wrote       {path}" for path in result["files"]]
     lines += [f"{path}  {check['text']}" for path, check in result["checks"].items()]
-    lines += [f"would help  {text}" for text in result["would help"]]
+    lines += [f"would help  {text}" for text in result["would_help"]]
     return "\n".join(lines)
 
 
 def _data_name(result: dict[str, Any]) -> str:
-    used, total = result["measured batches"]
+    used, total = result["measured_batches"]
     return "the calibration data" if used >= total else f"the first {used} of {total} batches of the calibration data"
 
 

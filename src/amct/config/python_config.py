@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from amct.atomic import read_bytes
@@ -117,7 +117,11 @@ def plan_of(
         config = QuantConfig()
     if isinstance(config, QuantConfig):
         return _plan_of_object(config, layers, batches, dialect), config.batch_num is None
-    return dialect.make_plan(_full_config(config, layers, dialect, "QuantConfig"), layers), False
+    full = _full_config(config, layers, dialect, "QuantConfig")
+    is_open = "batch_num" not in full.origins
+    if is_open:
+        full = replace(full, fields={**full.fields, "batch_num": batches or OPEN_ENDED})
+    return dialect.make_plan(full, layers), is_open
 
 
 def _full_config(config: object, layers: LayerList, dialect: Dialect, kind: str) -> FullConfig:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from amct.data.arrays import read_array, read_arrays, read_idx
 from amct.data.images import decode_image, list_images, read_image, resize
 from amct.data.samples import Preparation, Sample, SampleSource, batches, first_shape, holds_pictures, open_samples
-from amct.data.stored_batches import AheadIterator, InBackground, ReadAhead, StoredBatches
+from amct.data.stored_batches import AheadIterator, DataFacts, InBackground, ReadAhead, StoredBatches
 
 __all__ = [
     "AheadIterator",
+    "DataFacts",
     "InBackground",
     "Preparation",
     "ReadAhead",

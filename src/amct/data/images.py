@@ -139,7 +139,7 @@ def list_images(folder: str | os.PathLike[str]) -> list[Path]:
 def walk_images(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
     """Yield the images in a folder and its subfolders, sorted by path; a subfolder is read when it is reached.
 
-    Links to folders are not followed. A folder that cannot be read is left out.
+    Links to folders are followed, but every folder is read once. A folder that cannot be read is left out.
 
     Raises:
         FileError: The folder does not exist, or contains no image.
@@ -147,11 +147,12 @@ def walk_images(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
     if not is_folder(folder):
         raise FileError(f"{folder}: there is no such folder of pictures")
     found = False
-    waiting = _entries(os.fspath(folder))
+    known: set[tuple[int, int]] = set()
+    waiting = _entries(os.fspath(folder), known)
     while waiting:
         entry = waiting.pop()
-        if entry.is_dir(follow_symlinks=False):
-            waiting += _entries(entry.path)
+        if entry.is_dir():
+            waiting += _entries(entry.path, known)
         elif os.path.splitext(entry.name)[1].lower() in IMAGE_ENDINGS and entry.is_file():  # noqa: PTH122  of 10^5 names
             found = True
             yield entry
@@ -159,9 +160,13 @@ def walk_images(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
         raise FileError(f"{folder}: no pictures in this folder (looked for {', '.join(sorted(IMAGE_ENDINGS))})")
 
 
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    """The entries of a folder, the last name first."""
+def _entries(folder: str, known: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
+    """The entries of a folder, the last name first; none of a known one, as links can lead round in circles."""
     try:
+        place = os.stat(folder)  # noqa: PTH116  a Path for each of 10^5 folders takes long
+        if (place.st_dev, place.st_ino) in known:
+            return []
+        known.add((place.st_dev, place.st_ino))
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name, reverse=True)
     except OSError:

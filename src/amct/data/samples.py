@@ -45,6 +45,8 @@ Read = Callable[[], "tuple[npt.NDArray[Any], int | None]"]
 """Reads the values of a sample and its label."""
 ColorOrder = Literal["bgr", "rgb", "gray"]
 _PICTURE_AXES = 3
+_MOST_CHANNELS_SHOWN = 4
+_SPREAD_SEED = 20240607
 _LABEL = re.compile("-?[0-9]{1,18}")
 
 
@@ -55,15 +57,15 @@ class Preparation:
     Attributes:
         size: Height and width to resize to; None: no resizing.
         crop: Height and width of the centre crop; None: no crop.
-        color: The channel order of decoded images: "bgr" as in Caffe, "rgb" or "gray". Arrays and databases keep
-            their channels.
+        color: The channel order of decoded images: "rgb", "bgr" or "gray"; None: that of the models which the data is
+            for, "bgr" for Caffe and otherwise "rgb". Arrays and databases keep their channels.
         mean: Empty for none, one value, one value per channel, or an image of the size after the crop.
         scale: The factor applied after the mean is subtracted, or one for each channel.
     """
 
     size: tuple[int, int] | None = None
     crop: tuple[int, int] | None = None
-    color: ColorOrder = "bgr"
+    color: ColorOrder | None = None
     mean: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     scale: float | tuple[float, ...] = 1.0
 
@@ -72,8 +74,23 @@ class Preparation:
             value = getattr(self, name)
             if value is not None and (len(value) != 2 or min(value) < 1):
                 raise ArgumentError(f"{name}: expected a height and a width of at least 1, got {value}")
-        if self.color not in ("bgr", "rgb", "gray"):
+        if self.color not in (None, "bgr", "rgb", "gray"):
             raise ArgumentError(f'color: expected "bgr", "rgb" or "gray", got {self.color!r}')
+
+    def text(self, *, pictures: bool) -> str:
+        """What is done to a picture, or to an array: ``RGB, resized to 224 x 224, minus 123.7,116.3,103.5``."""
+        done = [(self.color or "rgb").upper() if self.color != "gray" else "gray"] if pictures else []
+        for what, size in (("resized to", self.size), ("cropped to", self.crop)):
+            done += [f"{what} {size[0]} x {size[1]}"] if size is not None else []
+        if self.mean.size:
+            per_channel = self.mean.size <= _MOST_CHANNELS_SHOWN
+            mean = (
+                _joined(self.mean.reshape(-1)) if per_channel else f"a mean of {' x '.join(map(str, self.mean.shape))}"
+            )
+            done.append(f"minus {mean}")
+        if self.scale != 1.0:
+            done.append(f"times {_joined(np.atleast_1d(self.scale))}")
+        return ", ".join(done)
 
     def apply(self, values: npt.NDArray[Any], source: str) -> npt.NDArray[np.float32]:
         """Preprocess one (channels, height, width) array; for arrays of other rank only mean and scale are applied.
@@ -92,6 +109,10 @@ class Preparation:
         if self.scale != 1.0:
             prepared *= _fitting("scale", np.array(self.scale, np.float32), prepared.shape, source)
         return np.ascontiguousarray(prepared)
+
+
+def _joined(numbers: npt.NDArray[Any]) -> str:
+    return ",".join(f"{number:.6g}" for number in numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +174,8 @@ def open_samples(path: str | os.PathLike[str], prepare: Preparation | None = Non
     """Detect the format of a path and open it.
 
     * a folder with ``data.mdb``: an LMDB of Datums;
-    * any other folder: all its images; the label of an image in a subfolder is the index of that subfolder;
+    * any other folder: all its images, in an order in which the first ones are from all over the folder
+      (``spread_order``); the label of an image in a subfolder is the index of that subfolder;
     * ``.npy``/``.npz``: samples along the first axis; labels from an array with a name of ``LABEL_NAMES``;
     * ``…idx3-ubyte``, ``.idx``, also with ``.gz``: images; labels from the label file in the same folder;
     * ``.txt``: a list with an image path (relative to the list) and an optional label per line;
@@ -257,7 +279,7 @@ def _stacked(waiting: list[Sample]) -> tuple[npt.NDArray[np.float32], list[int |
 
 
 def _folder_source(folder: Path, prepare: Preparation) -> SampleSource:
-    """The pictures of a folder, which is listed anew in every pass: of many pictures, no list is kept."""
+    """The pictures of a folder, which is listed anew in every pass."""
     next(walk_images(folder))  # an empty folder is refused at once
 
     def files() -> Iterator[FileStamp]:
@@ -268,7 +290,7 @@ def _folder_source(folder: Path, prepare: Preparation) -> SampleSource:
     return SampleSource(
         str(folder),
         lambda: sum(1 for _ in walk_images(folder)),
-        lambda: _pictures(_labelled_by_folder(folder), prepare),
+        lambda: _pictures(_spread(folder), prepare),
         prepare,
         files,
     )
@@ -287,21 +309,51 @@ def _list_source(name: str, entries: list[tuple[Path, int | None]], prepare: Pre
 def _pictures(entries: Iterable[tuple[Path, int | None]], prepare: Preparation) -> Iterator[tuple[str, Read]]:
     def read(path: Path, label: int | None) -> tuple[npt.NDArray[Any], int | None]:
         picture = read_image(path, color=prepare.color != "gray")
-        return (picture.transpose(2, 0, 1) if prepare.color == "rgb" else to_bgr(picture)), label
+        return (to_bgr(picture) if prepare.color == "bgr" else picture.transpose(2, 0, 1)), label
 
     for path, label in entries:
         yield str(path), partial(read, path, label)
 
 
-def _labelled_by_folder(folder: Path) -> Iterator[tuple[Path, int | None]]:
-    """The pictures in order; the label is the number of the subfolder among those with pictures."""
+def _spread(folder: Path) -> Iterator[tuple[Path, int | None]]:
+    """The pictures so that any first ones are from all over the sorted list: of folders named by class, of all classes.
+
+    The list lives as long as the pass.
+    """
+    listed = list(_labelled_by_folder(folder))
+    for index in spread_order(len(listed)):
+        name, label = listed[index]
+        yield folder / name, label
+
+
+def spread_order(count: int) -> npt.NDArray[np.int64]:
+    """All indices below ``count`` in a fixed order whose first n are spread evenly, whatever n is.
+
+    The list is halved again and again, and both halves take turns; a fixed random number tells which of them begins. So
+    of n samples of a list in which a class has a share s, about n · s are of this class. It is the same in every
+    process.
+    """
+    levels = max(count - 1, 0).bit_length()
+    places = (np.arange(count, dtype=np.int64) << levels) // max(count, 1)
+    random = np.random.default_rng(_SPREAD_SEED)
+    order = np.zeros(count, np.int64)
+    for level in range(levels):
+        halves = places >> (levels - level - 1)  # which of the 2^(level + 1) parts of the list a place is in
+        turns = random.integers(0, 2, 1 << level)
+        order |= ((halves & 1) ^ turns[halves >> 1]) << level
+    return np.argsort(order)
+
+
+def _labelled_by_folder(folder: Path) -> Iterator[tuple[str, int | None]]:
+    """The sorted paths in the folder; the label is the number of the subfolder among those with pictures."""
     number, current = -1, None
+    start = len(os.path.join(folder, ""))  # noqa: PTH118  of 10^5 names each Path takes long
     for entry in walk_images(folder):
-        path = Path(entry.path)
-        below = path.relative_to(folder).parts
-        if len(below) > 1 and below[0] != current:
-            number, current = number + 1, below[0]
-        yield path, number if len(below) > 1 else None
+        name = entry.path[start:]
+        below, separator, _ = name.partition(os.sep)
+        if separator and below != current:
+            number, current = number + 1, below
+        yield name, number if separator else None
 
 
 def file_fingerprint(path: Path) -> str:

@@ -16,12 +16,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextvars import copy_context
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from amct.data.samples import Preparation, batches, open_samples
+from amct.data.samples import Preparation, batches, holds_pictures, open_samples
 from amct.errors import ArgumentError
 from amct.interrupts import POLL_SECONDS, raise_if_interrupted
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from amct.data.samples import SampleSource
+    from amct.data.samples import ColorOrder, SampleSource
 
 Item = TypeVar("Item")
 LONGEST_WAIT = 1.0
@@ -181,11 +182,29 @@ class InBackground:
 # -- Calibration data on disk as batches: read when they are needed, one or two ahead, and never kept ------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What data says of itself.
+
+    Attributes:
+        samples: How many there are.
+        batch_size: How many make a batch.
+        unit: "pictures" or "samples".
+        preparation: What is done to each of them; empty: nothing.
+    """
+
+    samples: int
+    batch_size: int
+    unit: str = "samples"
+    preparation: str = ""
+
+
 class StoredBatches:
     """The samples of a path that ``open_samples`` reads, stacked to batches of float32 arrays.
 
-    It can be iterated repeatedly and has a length. Calibration reads its next batches in a background thread. A folder
-    of pictures is listed while it is read; no picture is decoded twice in a pass or kept.
+    It can be iterated repeatedly and has a length. Calibration reads its next batches in a background thread. The
+    pictures of a folder come in a fixed order in which the first ones are from all over the folder; no picture is
+    decoded twice in a pass or kept.
 
     Args:
         path: A folder of pictures, a list of them, .npy, .npz, LMDB or idx.
@@ -221,6 +240,23 @@ class StoredBatches:
     def __len__(self) -> int:
         count = -(-len(self._source) // self.batch_size)
         return count if self._most is None else min(count, self._most)
+
+    def in_color(self, color: ColorOrder) -> StoredBatches:
+        """The same batches, in this channel order if none was chosen."""
+        prepare = self._prepare or Preparation()
+        if prepare.color is not None:
+            return self
+        return StoredBatches(self._path, self.batch_size, prepare=replace(prepare, color=color), most=self._most)
+
+    def facts(self) -> DataFacts:
+        """How many samples there are, whether or not they are used, and what is done to each."""
+        pictures = holds_pictures(self._path)
+        return DataFacts(
+            samples=len(self._source),
+            batch_size=self.batch_size,
+            unit="pictures" if pictures else "samples",
+            preparation=(self._prepare or Preparation()).text(pictures=pictures),
+        )
 
     @property
     def samples(self) -> int:

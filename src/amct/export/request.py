@@ -14,7 +14,7 @@ from amct.errors import ArgumentError, ArgumentTypeError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from amct.model.quant_json import RelatedFile
+    from amct.model.quant_json import CalibrationData, RelatedFile
 
 RECORD = "record"
 """The name under which ``save`` accepts the factors among the formats."""
@@ -142,6 +142,7 @@ class SaveRequest:
         options: Options of the QDQ file.
         opset: The opset of the ONNX files; None: the default of the front door.
         record_file: The file that the factors were read from, which ``quant.json`` names.
+        calibration: The data of the calibration, for ``quant.json``.
     """
 
     where: SavePath
@@ -149,6 +150,7 @@ class SaveRequest:
     opset: int | None = None
     options: ExportOptions = field(default_factory=ExportOptions)
     record_file: Path | None = None
+    calibration: CalibrationData | None = None
 
     @property
     def models(self) -> tuple[str, ...]:

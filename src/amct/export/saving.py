@@ -128,6 +128,7 @@ def save_files(files: ModelFiles) -> Saved:
                 files={file.target.name: _file_entry(file, checks[file.format]) for file in saved},
                 not_written={**not_written, **document.not_written},
                 related=request.related(),
+                calibration=request.calibration,
                 verdict=verdict,
             )
             proposals = document.proposals

@@ -21,6 +21,7 @@
       },
       "skipped": [{"layer": "norm", "reason": "LayerNorm is not quantizable"}],      left float, or not folded
       "config": "source: quant.cfg …",              the config used, in a few lines
+      "calibration": {"used": 50, "of": 200, "unit": "pictures", "preparation": "RGB, resized to 224 x 224"},
       "equalized": ["conv1"],                       Caffe: layers whose channels were equalized
       "accelerated": ["dw"],                        Caffe: convolutions replaced by DepthwiseConv
       "files": {                                    every other file of the save, by name
@@ -215,6 +216,30 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalibrationData:
+    """The data of the calibration.
+
+    Attributes:
+        used: How many pictures, samples or batches were used.
+        of: How many there are; None: not known.
+        unit: What is counted: "pictures", "samples" or "batches".
+        preparation: What was done to each picture; empty where that is not known, or nothing.
+    """
+
+    __pydantic_config__ = _CLOSED
+    used: int
+    of: int | None = None
+    unit: str = "batches"
+    preparation: str = ""
+
+    def __str__(self) -> str:
+        """``50 of 200 pictures``."""
+        if self.of is not None:
+            return f"{self.used} of {self.of} {self.unit}"
+        return f"{self.used} {self.unit if self.used != 1 else self.unit.removesuffix('es').removesuffix('s')}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RelatedFile:
     """A file that is not part of the save: the record that was read, or the report on the saved files."""
 
@@ -234,6 +259,7 @@ class QuantJson:
     skipped: tuple[Skip, ...]
     files: Mapping[str, FileEntry]
     config: str = ""
+    calibration: CalibrationData | None = None
     equalized: tuple[str, ...] = ()
     accelerated: tuple[str, ...] = ()
     not_written: Mapping[str, str] = field(default_factory=dict)

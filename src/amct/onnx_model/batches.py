@@ -22,7 +22,7 @@ Feeds = dict[str, "NDArray[Any]"]
 """One batch: an array per model input, by input name."""
 
 
-def onnx_batches(model: ModelProto, data: object, inputs: BatchInputs | None = None) -> Batches:
+def onnx_batches(model: ModelProto, data: object, inputs: BatchInputs | None = None, *, name: str = "data") -> Batches:
     """Convert data to feeds of a model.
 
     An array or a dict of arrays is one batch. The items of a tuple or list are the inputs in model order; further items
@@ -30,9 +30,10 @@ def onnx_batches(model: ModelProto, data: object, inputs: BatchInputs | None = N
     """
     return Batches(
         data,
-        _Converter(model, inputs),
+        _Converter(model, inputs, name),
         single=(np.ndarray, torch.Tensor, Mapping),
         expected="an array, a dict of arrays by input name or an iterable of batches",
+        name=name,
     )
 
 
@@ -45,8 +46,9 @@ def sample_count(feeds: Feeds) -> int:
 class _Converter:
     """Converts batches to feeds of one model and checks them against the types and shapes of its inputs."""
 
-    def __init__(self, model: ModelProto, inputs: BatchInputs | None) -> None:
+    def __init__(self, model: ModelProto, inputs: BatchInputs | None, argument: str) -> None:
         self._inputs = inputs
+        self._argument = argument
         self._shapes = {value.name: input_shape(model, value.name) for value in model.graph.input}
         self._types = {value.name: np.dtype(element_dtype(model, value.name)) for value in model.graph.input}
 
@@ -65,17 +67,19 @@ class _Converter:
             found = f'"{unknown[0]}" is none of them.{did_you_mean(str(unknown[0]), names)}' if unknown else ""
             lacking = f'"{missing[0]}" is missing' if missing else ""
             raise ArgumentError(
-                f"a batch must have the inputs of the model ({', '.join(names)}): {found or lacking}; "
-                "give a dict of arrays by these names, or a tuple in this order"
+                f"{self._argument}: a batch must have the inputs of the model ({', '.join(names)}): "
+                f"{found or lacking}; give a dict of arrays by these names, or a tuple in this order"
             )
         return {name: self._checked(name, values[name]) for name in names}
 
     def _checked(self, name: str, value: object) -> NDArray[Any]:
-        array = as_array(name, value)
+        array = as_array(name, value, argument=self._argument)
         expected = self._types[name]
         if array.dtype != expected:
             if array.dtype.kind not in "fiub" or (expected.kind in "iub" and array.dtype.kind == "f"):
-                raise ArgumentTypeError(f'input "{name}": expected values of {expected}, got {array.dtype}')
+                raise ArgumentTypeError(
+                    f'{self._argument}: input "{name}": expected values of {expected}, got {array.dtype}'
+                )
             array = array.astype(expected)
         shape = self._shapes[name]
         if shape is not None and not _fits(shape, array.shape):
@@ -83,7 +87,9 @@ class _Converter:
             hint = ""
             if len(shape) == array.ndim and _fits((None, *shape[1:]), array.shape):
                 hint = f"; the file fixes the batch size, so give batches of {shape[0]}"
-            raise ArgumentError(f'input "{name}": expected shape [{wanted}], got {list(array.shape)}{hint}')
+            raise ArgumentError(
+                f'{self._argument}: input "{name}": expected shape [{wanted}], got {list(array.shape)}{hint}'
+            )
         return np.ascontiguousarray(array)
 
 

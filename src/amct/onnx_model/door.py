@@ -187,7 +187,7 @@ class OnnxDoor:
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert calibration data to feeds of the model."""
-        return onnx_batches(self._source.model, data, inputs)
+        return onnx_batches(self._source.model, data, inputs, name="calibration_data")
 
     def plan(self, config: AnyConfig, example: Feeds, batches: int | None) -> tuple[Plan, bool]:
         """The plan of a config in the PyTorch dialect."""

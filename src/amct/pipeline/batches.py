@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from amct.calibration.ranks import ALONE, fingerprint
-from amct.data.stored_batches import AheadIterator
+from amct.data.stored_batches import AheadIterator, DataFacts, StoredBatches
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.export.check.batch import batch_size
+from amct.model.quant_json import CalibrationData
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from amct.calibration import Ranks
+    from amct.data.samples import ColorOrder
 
 BatchInputs = Callable[[Any], Any]
 """Turns a batch of the user's data into the inputs of the model, where its form does not tell them."""
@@ -46,15 +48,27 @@ class Batches:
         convert: Turns a batch into the arguments of one run of the model; labels are left out.
         single: The types that are one batch by themselves.
         expected: What the data may be, for the error message.
+        color: The channel order of pictures from disk for which none was chosen.
+        name: The user's argument, for error messages.
     """
 
     def __init__(
-        self, data: object, convert: Callable[[Any], Any], *, single: tuple[type, ...] = (), expected: str = ""
+        self,
+        data: object,
+        convert: Callable[[Any], Any],
+        *,
+        single: tuple[type, ...] = (),
+        expected: str = "",
+        color: ColorOrder = "rgb",
+        name: str = "data",
     ) -> None:
         if isinstance(data, single):
-            data = [data]
+            data = _OneBatch([data])
+        if isinstance(data, StoredBatches):
+            data = data.in_color(color)
         if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
-            raise ArgumentTypeError(f"calibration_data: expected {expected}, got {type(data).__name__}")
+            raise ArgumentTypeError(f"{name}: expected {expected}, got {type(data).__name__}")
+        self._name = name
         self._data = data
         self._convert = convert
         self._once = data if isinstance(data, Iterator) else None
@@ -77,6 +91,24 @@ class Batches:
             return len(self._data)
         return None
 
+    def used(self, count: int) -> CalibrationData:
+        """What the first ``count`` batches are of all the data, in samples where the data tells their number."""
+        facts = self._facts()
+        if facts is None:
+            return CalibrationData(used=count, of=self.length)
+        used = min(count * facts.batch_size, facts.samples)
+        return CalibrationData(used=used, of=facts.samples, unit=facts.unit, preparation=facts.preparation)
+
+    def _facts(self) -> DataFacts | None:
+        data = self._data
+        if hasattr(data, "facts"):
+            found: DataFacts | None = data.facts()
+            return found
+        if isinstance(data, DataLoader) and data.batch_size is not None and isinstance(data.dataset, Sized):
+            with suppress(TypeError):  # a data set may have ``__len__`` and raise
+                return DataFacts(samples=len(data.dataset), batch_size=data.batch_size)
+        return None
+
     def keep(self) -> None:
         """Keep what is read from data that can be iterated only once, because several passes are needed."""
         self._keep = True
@@ -91,7 +123,7 @@ class Batches:
             self._read.extend(itertools.islice(self._once, 1))
         batch = next(iter(self._data if self._once is None else self._read), _EMPTY)
         if batch is _EMPTY:
-            raise CalibrationError("calibration_data is empty; at least one batch is needed")
+            raise CalibrationError(f"{self._name} is empty; at least one batch is needed")
         return self._convert(batch)
 
     def limited(self, count: int | None, ranks: Ranks = ALONE, *, skip: int = 0) -> Iterator[Any]:
@@ -166,7 +198,15 @@ class Batches:
             yield batch
 
 
-def as_array(name: str, value: Any, dtype: Any = None) -> NDArray[Any]:  # noqa: ANN401  the user's own kind
+class _OneBatch(list[Any]):
+    """The only batch of data that is one array or tensor."""
+
+    def facts(self) -> DataFacts | None:
+        samples = batch_size(self[0])[0]
+        return DataFacts(samples=samples, batch_size=samples) if samples else None
+
+
+def as_array(name: str, value: Any, dtype: Any = None, *, argument: str = "data") -> NDArray[Any]:  # noqa: ANN401  the user's own kind
     """Convert a value of a batch, an array, a torch tensor or nested lists of numbers, to an array.
 
     Raises:
@@ -177,7 +217,7 @@ def as_array(name: str, value: Any, dtype: Any = None) -> NDArray[Any]:  # noqa:
     except (RuntimeError, TypeError, ValueError) as error:
         kind = f"a tensor of {value.dtype} on {value.device}" if hasattr(value, "detach") else type(value).__name__
         raise ArgumentTypeError(
-            f'calibration_data: input "{name}" cannot be read from {kind}: {error}. Give an array of numbers or a '
+            f'{argument}: input "{name}" cannot be read from {kind}: {error}. Give an array of numbers or a '
             "tensor with values in memory, such as tensor.float()"
         ) from error
     return array
@@ -229,6 +269,9 @@ class StoredData(Protocol):
     def identity(self) -> str:
         """A fingerprint of the data."""
 
+    def facts(self) -> DataFacts | None:
+        """What the data says of itself; None: nothing."""
+
 
 class FirstBatches:
     """The batches of some data; the first ones stay in memory when they have been read.
@@ -257,6 +300,10 @@ class FirstBatches:
     def identity(self) -> str:
         """A fingerprint of the data."""
         return self._data.identity()
+
+    def facts(self) -> DataFacts | None:
+        """What the data says of itself, if it does."""
+        return self._data.facts()
 
     def part(self, first: int, step: int) -> Iterator[Any]:
         """Every ``step``-th batch, from number ``first`` on."""

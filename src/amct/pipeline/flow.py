@@ -85,13 +85,13 @@ class Passes:
 
     def __init__(self, batches: Batches, limit: int | None, ranks: Ranks, interim: Interim | None = None) -> None:
         self._batches = batches
-        self._limit = limit
+        self.limit = limit
         self._ranks = ranks
         self._interim = interim
 
     def all(self) -> Iterator[Any]:
         """A pass over all batches, in every process."""
-        return self._batches.limited(self._limit, ALONE)
+        return self._batches.limited(self.limit, ALONE)
 
     def observed(self, what: str, session: ObservingSession, kept: KeptBatches | None = None) -> Iterator[Any]:
         """A pass over the share of this process that a session observes, from where an interrupted one was.
@@ -107,7 +107,7 @@ class Passes:
         if interim is not None and session.without_state:
             interim.leave_out(what, f"{session.without_state}: its observer has no state that can be kept")
             interim = None
-        total = self._batches.length if self._limit is None else self._limit
+        total = self._batches.length if self.limit is None else self.limit
         share = None if total is None else self._ranks.share(total)
         done = 0 if interim is None else interim.restore(what, session, share)
         batches = self._from(done, kept)
@@ -118,18 +118,18 @@ class Passes:
     def _from(self, done: int, kept: KeptBatches | None) -> Iterator[Any]:
         """The batches behind the first ``done``; of those, ``kept`` needs to see the very first."""
         if self._batches.is_read_once:
-            stream = self._batches.limited(self._limit, self._ranks)
+            stream = self._batches.limited(self.limit, self._ranks)
             for batch in islice(stream, done):
                 if kept is not None:
                     kept.notice(batch)
             return stream
         if kept is not None and done:
-            for batch in islice(self._batches.limited(self._limit, self._ranks), done):
+            for batch in islice(self._batches.limited(self.limit, self._ranks), done):
                 kept.notice(batch)
                 if kept.is_full:
                     break
             self._batches.close()
-        return self._batches.limited(self._limit, self._ranks, skip=done)
+        return self._batches.limited(self.limit, self._ranks, skip=done)
 
 
 class _Noted(Iterator[Any]):
@@ -440,10 +440,20 @@ def quantize(
     del calibration  # a caught error may keep this frame, and with it a copy of the model
     give_back_freed()
     layers = prepared.quantized_layers(result)
+    used = batches.used(_batches_used(passes, seen, batches.length))
     if file is not None and not file.removed_by_caller:
         file.remove(ranks)
     seconds = time.process_time() - begin + (0.0 if interim is None else interim.seconds_before)
-    return QuantizedModel(prepared, layers, tensors, seen.kept, seconds, weight_bytes)
+    quantized = QuantizedModel(prepared, layers, tensors, seen.kept, seconds, weight_bytes, used)
+    if ranks.is_first:
+        logger.info("calibrated on %s%s", used, used.preparation and f": {used.preparation}")
+    return quantized
+
+
+def _batches_used(passes: Passes, seen: KeptBatches, length: int | None) -> int:
+    """The batches of all processes and of the run before a kill; without a limit or a length, those of this process."""
+    known = [number for number in (passes.limit, length) if number is not None]
+    return min(known) if known else seen.passed
 
 
 def _parts(model: str, plan: Plan, batches: Batches, example: object) -> dict[str, str]:

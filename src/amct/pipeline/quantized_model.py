@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amct.model import Skip
-    from amct.model.quant_json import QuantJson
+    from amct.model.quant_json import CalibrationData, QuantJson
     from amct.model.verdict import Verdict
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.numerics.similarity import LayerComparison
@@ -56,6 +56,7 @@ class QuantizedModel:
     Attributes:
         prepared: The folded model with quantized weights.
         qparams: The quantization parameters of every layer.
+        calibration: How much of which data was used; None where nothing was calibrated.
 
     Args:
         prepared: As the attribute.
@@ -64,6 +65,7 @@ class QuantizedModel:
         examples: Calibration batches, on which files are checked.
         seconds: The CPU time of the quantization, which limits that of the check.
         weight_bytes: The bytes of the model's weights.
+        calibration: The data of the calibration.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class QuantizedModel:
         examples: Sequence[Any],
         seconds: float = math.inf,
         weight_bytes: int = 0,
+        calibration: CalibrationData | None = None,
     ) -> None:
         self.prepared = prepared
         self.qparams = layers
@@ -81,6 +84,7 @@ class QuantizedModel:
         self._examples = examples
         self._seconds = seconds
         self._weight_bytes = weight_bytes
+        self.calibration = calibration
         self._verdict: Verdict | None = None
         self._sensitivity: Sequence[LayerSensitivity] = ()
 
@@ -152,7 +156,8 @@ class QuantizedModel:
     def summary(self) -> str:
         """What was quantized, what was folded, what stays float and why, and the verdict, as text."""
         text = summary_text(self.prepared.name, self.record, self._folded_count, self.skipped)
-        return f"{text}\nverdict {self.verdict or NOT_JUDGED}"
+        data = "" if self.calibration is None else f"\ncalibrated on {self.calibration}"
+        return f"{text}{data}\nverdict {self.verdict or NOT_JUDGED}"
 
     def __repr__(self) -> str:
         text = summary_text(self.prepared.name, self.record, self._folded_count, self.skipped)
@@ -204,6 +209,7 @@ class QuantizedModel:
         """
         options = ExportOptions(placement=placement, target=target)
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
+        request = replace(request, calibration=self.calibration)
         if not all_ranks().is_first:
             return []
         compared = None

@@ -118,7 +118,11 @@ class TorchDoor:
         """Convert calibration data to arguments of the model."""
         model = unwrap(self._model)
         refuse_operators(model)
-        found = torch_batches(model, data, inputs) if self._part is None else self._part.batches(data, inputs)
+        found = (
+            torch_batches(model, data, inputs, name="calibration_data")
+            if self._part is None
+            else self._part.batches(data, inputs, name="calibration_data")
+        )
         self._ready = found.limited(_MOST_LOOKED_AT) if isinstance(data, (list, tuple)) else iter(())
         return found.then(self._with_sizes_looked_at)
 

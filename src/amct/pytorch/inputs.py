@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -21,10 +22,15 @@ from amct.pipeline.batches import Batches
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
     from torch import Tensor, nn
 
     from amct.pipeline.batches import BatchInputs
     from amct.pytorch.layer_hooks import Arguments
+
+
+_PICTURE_AXES, _CHANNELS = 3, (1, 3, 4)
+_CONVERTED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,8 +54,8 @@ class ExampleInputs:
         return _tensors((self.args, self.kwargs))
 
 
-def example_inputs(model: nn.Module, input_data: object) -> ExampleInputs:
-    """Convert ``input_data`` to the arguments of a call of ``model``.
+def example_inputs(model: nn.Module, input_data: object, *, name: str = "input_data") -> ExampleInputs:
+    """Convert ``input_data`` to the arguments of a call of ``model``; ``name`` is what the user calls it.
 
     A tensor is the only argument. A dict holds keyword arguments, unless the forward takes one dict as its argument. A
     dict at the end of a tuple holds keyword arguments (an empty one ends a tuple whose last argument is a dict).
@@ -60,8 +66,11 @@ def example_inputs(model: nn.Module, input_data: object) -> ExampleInputs:
     args, kwargs = _split(model, input_data)
     if not _tensors((args, kwargs)):
         raise ModelError(
-            f"input_data: expected a tensor, or a tuple or dict of tensors, got {_described(input_data)}; "
+            f"{name}: expected a tensor, or a tuple or dict of tensors, got {_described(input_data)}; "
             "pass one example input of the model (torch.from_numpy turns an array into a tensor)"
+            if name == "input_data"
+            else f"{name}: expected batches that are tensors, arrays, or tuples or dicts of them, "
+            f"got {_described(input_data)}"
         )
     odd = next((tensor for tensor in _tensors((args, kwargs)) if not is_dense(tensor)), None)
     if odd is not None:
@@ -70,7 +79,7 @@ def example_inputs(model: nn.Module, input_data: object) -> ExampleInputs:
     problem, signature = _binding_problem(model, args, kwargs), inspect.signature(model.forward)
     if problem:
         raise ModelError(
-            f"input_data does not fit {type(model).__name__}.forward{signature}: {problem}; "
+            f"{name} does not fit {type(model).__name__}.forward{signature}: {problem}; "
             "pass a tensor, a tuple of positional arguments, or a dict of keyword arguments"
         )
     kwargs = {name: kwargs[name] for name in dict.fromkeys([*signature.parameters, *kwargs]) if name in kwargs}
@@ -127,32 +136,73 @@ def _described(data: object) -> str:
 # -- batches of calibration data ---------------------------------------------------------------------------------------
 
 
-def torch_batches(model: nn.Module, data: object, inputs: BatchInputs | None = None) -> Batches:
+def torch_batches(model: nn.Module, data: object, inputs: BatchInputs | None = None, *, name: str = "data") -> Batches:
     """Convert data to call arguments of one model, on the model's device; copies, since a forward may write to them.
 
     A tensor is one batch. The items of a tuple or list are the forward's arguments; further items that the forward does
-    not take (labels) are ignored. A dict holds keyword arguments.
+    not take (labels) are ignored. A list of pictures, each a tensor of three axes, is one argument, as for detectors. A
+    dict holds keyword arguments. NumPy arrays are taken as tensors, and numbers of another floating type than the
+    model's parameters are converted to it.
     """
     if isinstance(data, dict):
-        raise ArgumentError("calibration_data: a dict is one batch of keyword arguments; put it into a list: [batch]")
+        raise ArgumentError(f"{name}: a dict is one batch of keyword arguments; put it into a list: [batch]")
+
+    types = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    own = types.pop() if len(types) == 1 else None
 
     def convert(batch: object) -> Arguments:
-        chosen = inputs(batch) if inputs is not None else _without_labels(model, batch)
-        example = example_inputs(model, chosen)
+        chosen = inputs(batch) if inputs is not None else _without_labels(model, _with_tensors(batch))
+        example = example_inputs(model, _of_type(_with_tensors(chosen), own), name=name)
         device = next((tensor.device for tensor in model.parameters()), None)
         if any(tensor.is_meta for tensor in example.tensors()) and device != torch.device("meta"):
-            raise ArgumentError("calibration_data: a tensor on the meta device has no values; give tensors with values")
+            raise ArgumentError(f"{name}: a tensor on the meta device has no values; give tensors with values")
         copied: Arguments = pytree.tree_map_only(
             torch.Tensor, lambda tensor: tensor.to(device or tensor.device, copy=True), (example.args, example.kwargs)
         )
         return copied
 
-    expected = "a tensor, an iterable of batches or a DataLoader"
-    return Batches(data, convert, single=(torch.Tensor,), expected=expected)
+    expected = "a tensor, an array, an iterable of batches or a DataLoader"
+    return Batches(data, convert, single=(torch.Tensor, np.ndarray), expected=expected, name=name)
+
+
+def _with_tensors(batch: object) -> object:
+    """A batch with tensors in place of arrays of numbers."""
+    if isinstance(batch, torch.Tensor):
+        return batch
+
+    def converted(array: NDArray[Any]) -> object:
+        native = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
+        return torch.from_numpy(native) if array.dtype.kind in "biuf" else array
+
+    return pytree.tree_map_only(np.ndarray, converted, batch)
+
+
+def _of_type(batch: object, own: torch.dtype | None) -> object:
+    """A batch whose floating tensors have the type of the model's parameters, if all of these have one."""
+
+    def converted(tensor: Tensor) -> Tensor:
+        return tensor.to(own) if tensor.is_floating_point() and tensor.dtype in _CONVERTED else tensor
+
+    return batch if own is None else pytree.tree_map_only(torch.Tensor, converted, batch)
+
+
+def _is_list_of_pictures(model: nn.Module, batch: object) -> bool:
+    """Whether a batch is a list of pictures, and the forward needs one argument: ``forward(images, targets=None)``."""
+    if not isinstance(batch, list) or not batch:
+        return False
+    if not all(
+        isinstance(each, torch.Tensor) and each.ndim == _PICTURE_AXES and each.is_floating_point() for each in batch
+    ):
+        return False
+    parameters = inspect.signature(model.forward).parameters.values()
+    needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    return len(needed) == 1 and len({each.shape[0] for each in batch}) == 1 and batch[0].shape[0] in _CHANNELS
 
 
 def _without_labels(model: nn.Module, batch: object) -> object:
     """A batch without trailing items that the forward does not take or that look like labels."""
+    if _is_list_of_pictures(model, batch):
+        return (batch,)
     if not isinstance(batch, (tuple, list)) or len(batch) < 2 or isinstance(batch[-1], dict):
         return batch
     signature = inspect.signature(model.forward)

@@ -57,13 +57,13 @@ class Part:
         """The part itself."""
         return self.whole.get_submodule(self.name)
 
-    def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+    def batches(self, data: object, inputs: BatchInputs | None = None, *, name: str = "data") -> Batches:
         """Data of the whole model as arguments of the part: those of its first call in each forward."""
         whole = copy_model(self.whole, share_tensors=True).eval()
         whole.get_submodule(self.name).register_forward_pre_hook(_stop, with_kwargs=True)
 
         def reached(batch: object) -> tuple[Any, ...]:
-            args, kwargs = torch_batches(self.whole, [batch], inputs).first()
+            args, kwargs = torch_batches(self.whole, [batch], inputs, name=name).first()
             try:
                 with torch.no_grad():
                     whole(*args, **kwargs)
@@ -73,7 +73,7 @@ class Part:
                 raise ModelError(f"{type(whole).__name__} fails before it calls {self.name}: {error}") from error
             raise ModelError(f'part: the forward of {type(whole).__name__} does not call "{self.name}" on this batch')
 
-        return torch_batches(self.module, data, reached)
+        return torch_batches(self.module, data, reached, name=name)
 
     def whole_with(self, module: nn.Module) -> nn.Module:
         """A copy of the whole model in eval mode, with another module in place of the part."""

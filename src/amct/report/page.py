@@ -23,7 +23,7 @@ from markupsafe import Markup
 
 from amct import atomic
 from amct.model.verdict import RULE
-from amct.printable import shortened
+from amct.printable import counted, shortened
 from amct.report.content import sqnr_class
 from amct.report.network import LARGEST_NETWORK, drawing
 
@@ -282,7 +282,13 @@ def environment() -> Environment:
     """Return the environment of the templates, which escapes every name of the model."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(
-        digits=_digits, decibel=_decibel, cosine=_cosine, percent=_percent, sort_key=_sort_key, bytes=shown_bytes
+        digits=_digits,
+        decibel=_decibel,
+        cosine=_cosine,
+        percent=_percent,
+        sort_key=_sort_key,
+        bytes=shown_bytes,
+        counted=counted,
     )
     environment.filters["sqnr_class"] = sqnr_class
     return environment

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from amct.printable import LONGEST_LAYER_NAME, escaped, printable, shortened
+from amct.printable import LONGEST_LAYER_NAME, counted, escaped, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,7 @@ def summary_text(name: str, record: AnyRecord, folded: int, skipped: Sequence[Sk
         f"{entry.activation_type.lower()} activations, {entry.weight_type.lower()} weights"
         for entry in record.layers.values()
     )
-    lines = [f"{name}: {len(record)} layers quantized, {folded} batch norms folded"]
+    lines = [f"{name}: {counted(len(record), 'layer')} quantized, {counted(folded, 'batch norm')} folded"]
     lines += [f"  {count} with {kind}" for kind, count in kinds.most_common()]
     if skipped:
         names = [_shown(skip) for skip in skipped]

@@ -105,10 +105,12 @@ class KeptBatches:
 
     Attributes:
         kept: The copies as arguments of the model: the first batch, and further ones as far as the budget goes.
+        passed: How many batches passed by.
     """
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
+        self.passed = 0
         self._samples = self._bytes = 0
 
     @property
@@ -118,7 +120,11 @@ class KeptBatches:
 
     def passing(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches."""
-        return map(self.notice, batches)  # no frame keeps a batch while the model runs
+        return map(self._count, batches)  # no frame keeps a batch while the model runs
+
+    def _count(self, batch: Any) -> Any:  # noqa: ANN401  the door's arguments
+        self.passed += 1
+        return self.notice(batch)
 
     def notice(self, batch: Any) -> Any:  # noqa: ANN401  the door's arguments
         """Keep a copy of a batch if it fits; returns the batch."""

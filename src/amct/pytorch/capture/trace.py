@@ -201,7 +201,7 @@ def _watch_calls(model: nn.Module, inputs: ExampleInputs) -> dict[str, list[Call
             duplicate(*inputs.args, **inputs.kwargs)
     except Exception as error:
         raise ModelError(
-            f"{type(model).__name__} fails on the example input: {error}. Check input_data: shapes "
+            f"{type(model).__name__} fails on the example input: {error}. Check the inputs: shapes "
             f"{[list(tensor.shape) for tensor in inputs.tensors()]}"
         ) from error
     return calls

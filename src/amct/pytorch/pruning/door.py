@@ -81,7 +81,7 @@ def prune(  # noqa: PLR0913  a front door with its settings
     traced = cached_trace(model, example)
     data: Iterable[Arguments] = ()
     if batches is not None:
-        data = torch_batches(traced.model, batches)
+        data = torch_batches(traced.model, batches, name="batches")
         data.keep()  # it is read twice
     plan = None
     if config is not None:

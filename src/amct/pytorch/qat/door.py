@@ -95,7 +95,7 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
         raise ArgumentError(f"target: expected one of {listed}, got {target!r}")
     plain, masks = without_masks(unwrap(model))
     refuse_operators(plain)
-    data = torch_batches(plain, batches, inputs)
+    data = torch_batches(plain, batches, inputs, name="batches")
     example = data.first()
     options = io or IoOptions()
     traced = cached_trace(plain, (*example[0], example[1]), io=options, all_layers=True)
