@@ -64,6 +64,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from amct.atomic import is_file, modify, read_bytes
 from amct.errors import FileError, ParseError
+from amct.model.calibration_data import CalibrationData  # noqa: TC001  pydantic reads the annotations
 from amct.model.kinds import (
     LayerKind,  # noqa: TC001  pydantic reads the annotations
     Skip,  # noqa: TC001  pydantic reads the annotations
@@ -213,30 +214,6 @@ class Measurement:
     outputs: Mapping[str, float | None] = field(default_factory=dict)
     boxes: tuple[BoxComparison, ...] = ()
     metric: MetricValues | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationData:
-    """The data of the calibration.
-
-    Attributes:
-        used: How many pictures, samples or batches were used.
-        of: How many there are; None: not known.
-        unit: What is counted: "pictures", "samples" or "batches".
-        preparation: What was done to each picture; empty where that is not known, or nothing.
-    """
-
-    __pydantic_config__ = _CLOSED
-    used: int
-    of: int | None = None
-    unit: str = "batches"
-    preparation: str = ""
-
-    def __str__(self) -> str:
-        """``50 of 200 pictures``."""
-        if self.of is not None:
-            return f"{self.used} of {self.of} {self.unit}"
-        return f"{self.used} {self.unit if self.used != 1 else self.unit.removesuffix('es').removesuffix('s')}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amct.model import Skip
-    from amct.model.quant_json import CalibrationData, QuantJson
+    from amct.model.calibration_data import CalibrationData
+    from amct.model.quant_json import QuantJson
     from amct.model.verdict import Verdict
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.numerics.similarity import LayerComparison
