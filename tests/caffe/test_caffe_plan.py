@@ -269,13 +269,14 @@ FOUR = 'layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 1 di
 
 
 @pytest.mark.parametrize("kind", SHARING)
-def test_reading_what_a_layer_in_place_changed_through_shared_memory_is_refused(kind, write, tmp_path):
+def test_reading_what_a_layer_in_place_changed_through_shared_memory_is_refused(kind, write, tmp_path, caplog):
     path = write(FOUR + SHARING[kind] + SIGMOID + READER % ("b" if kind == "Split" else "x"))
     with pytest.raises(
         ModelError, match=r'layer "p" reads .* after layer "n" has worked in place on "a".*uninplace_model'
     ):
         caffe.Net(path, caffe.TEST)
     uninplace_model(path, str(tmp_path / "own.prototxt"))
+    assert f'layer "p" reads "{"b" if kind == "Split" else "x"}" as it was before layer "n" worked' in caplog.text
     values = caffe.Net(str(tmp_path / "own.prototxt"), caffe.TEST).forward(x=np.float32([[1, 2, 3, 4]]))
     np.testing.assert_array_equal(values["p"].reshape(-1), [10, 20, 30, 40])
 
@@ -286,6 +287,22 @@ def test_all_blobs_in_shared_memory_show_what_a_layer_in_place_wrote(kind, write
     net.forward(x=np.float32([[1, 2, 3, 4]]))
     for name in {"x", "a", "b"} & set(net.blobs):
         np.testing.assert_array_equal(net.blobs[name].data.reshape(-1), net.blobs["a"].data.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("layers", "reader"),
+    [
+        (SHARING["Flatten"] + SIGMOID, "a"),
+        (SHARING["Flatten"] + SIGMOID.replace("Sigmoid", "Dropout"), "x"),
+        (SHARING["Flatten"] + SIGMOID.replace('top: "a"', 'top: "y"'), "x"),
+        ('layer { name: "s" type: "Concat" bottom: "x" bottom: "x" top: "a" }' + SIGMOID, "x"),
+    ],
+)
+def test_what_no_layer_changed_for_its_reader_is_not_warned_of(layers, reader, write, tmp_path, caplog):
+    path = write(FOUR + layers + READER % reader)
+    caffe.Net(path, caffe.TEST)
+    uninplace_model(path, str(tmp_path / "own.prototxt"))
+    assert "same memory" not in caplog.text
 
 
 def test_dropout_in_place_on_shared_memory_does_nothing_in_tests(write):

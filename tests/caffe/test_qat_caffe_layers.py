@@ -218,13 +218,16 @@ def test_inputs_with_the_same_values_share_their_clips(run, caplog):
 def test_given_clips_are_fixed_unless_the_config_says_otherwise(run, given, rates):
     def change(text):
         content = json.loads(text)
-        content["conv1"]["retrain_data_config"] |= {"clip_max": 1.0, "clip_min": -1.0, **given}
+        for name in ("conv1", "conv2"):  # the second reads what a ReLU made
+            content[name]["retrain_data_config"] |= {"clip_max": 1.0, "clip_min": -1.0, **given}
         return json.dumps(content)
 
     run.create(change=change)
-    layer = modified(run)["conv1_retraindataquant"]
-    assert [spec.lr_mult for spec in layer.param] == rates
-    assert not layer.retrain_data_quant_param.fixed_min
+    for name in ("conv1", "conv2"):
+        layer = modified(run)[f"{name}_retraindataquant"]
+        assert [spec.lr_mult for spec in layer.param] == rates
+        assert layer.retrain_data_quant_param.clip_min == -1
+        assert not layer.retrain_data_quant_param.fixed_min
 
 
 def test_settings_of_the_config_reach_the_layers(run):

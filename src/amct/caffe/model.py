@@ -22,7 +22,7 @@ from amct.caffe.engine.net import Net
 from amct.caffe.engine.upgrade import upgrade_net
 from amct.caffe.engine.weights import WEIGHTS_GROUP, check_has_weights, is_hdf5, read_file
 from amct.caffe.engine.wire import StoredBlob, blob_parts, layer_parts, read_blob, read_weights
-from amct.caffe.prototxt import TEST_PHASE, read_test_phase, remove_in_place
+from amct.caffe.prototxt import TEST_PHASE, read_test_phase, remove_in_place, warn_of_shared_memory
 from amct.errors import ArgumentError, ModelError, ParseError
 from amct.model import Graph, Node
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
@@ -189,6 +189,7 @@ def read_net(model_file: AnyPath, custom_proto: AnyPath | None = None) -> ProtoM
     """Read the TEST-phase layers in the current format, none of them in place; errors as ``read_model``."""
     net = read_test_net(model_file, custom_proto)
     check_is_float(net, str(model_file))
+    warn_of_shared_memory(net)
     return remove_in_place(net)
 
 

@@ -109,6 +109,41 @@ def remove_in_place(net: ProtoMessage) -> ProtoMessage:
     return net
 
 
+def warn_of_shared_memory(net: ProtoMessage) -> None:
+    """Warn of a reader that in Caffe gets what a layer in place wrote through another blob of the same memory.
+
+    Without layers in place it gets the blob as it was; the engine refuses to run the net as it stands.
+    """
+    from amct.caffe.engine.graph import insert_splits  # imports torch
+
+    readers = {layer.name: layer for layer in net.layer}
+    memory: dict[str, str] = {}
+    changed: dict[str, str] = {}
+    for layer in insert_splits(type(net).FromString(net.SerializeToString())).layer:
+        for index, blob in enumerate(layer.bottom):
+            if blob in changed and layer.name in readers:
+                logger.warning(
+                    'layer "%s" reads "%s" as it was before layer "%s" worked in place on a blob that in Caffe lies in '
+                    "the same memory: there it would read the changed values",
+                    layer.name,
+                    readers[layer.name].bottom[index],
+                    changed[blob],
+                )
+                return
+        shares = layer.type in ("Reshape", "Flatten", "Split") or (
+            layer.type in ("Concat", "Slice") and len(layer.bottom) == len(layer.top) == 1
+        )
+        for blob in layer.top:
+            if blob not in layer.bottom:
+                source = layer.bottom[0] if shares else blob
+                memory[blob] = memory.get(source, source)
+                changed.pop(blob, None)
+                changed |= {blob: changed[source]} if source in changed else {}
+            elif layer.type != "Dropout":
+                same = [other for other in memory if memory[other] == memory[blob] and other != blob]
+                changed.update(dict.fromkeys(same, layer.name))
+
+
 def restore_in_place(net: ProtoMessage) -> None:
     """Make elementwise layers work in place again where ``remove_in_place`` gave them a blob; changes the net.
 

@@ -306,7 +306,8 @@ def _check_record(record: Record, model: nn.Module, path: Path) -> None:
     Raises:
         RecordError: It is empty, or of another network or config.
     """
-    given, own = _pruned_channels(record), getattr(model, PRUNED, frozenset())
+    given = _pruned_channels(record)
+    own: frozenset[tuple[str, tuple[int, ...]]] = getattr(model, PRUNED, frozenset())
     if given == own:
         if not hasattr(model, PRUNED) and not isinstance(model, QatModel):
             logger.warning(
