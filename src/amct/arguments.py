@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from amct import atomic
+from amct import atomic, log
 from amct.atomic import is_file, is_folder
 from amct.errors import ArgumentError, ArgumentTypeError, FileError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 FILE = (str, os.PathLike)
 """Types that can name a file."""
 LONGEST_NAME = 254
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def amct_function(
+    flow: log.Flow, types: Mapping[str, tuple[type, ...]]
+) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
+    """A decorator for AMCT's functions: it starts the log, and checks the types of arguments by their names.
+
+    None is accepted where it is the default; arguments whose name has no types are not checked.
+    """
+
+    def decorate(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+        signature = inspect.signature(function)
+        accepted = {
+            name: (*types[name], type(None)) if parameter.default is None else types[name]
+            for name, parameter in signature.parameters.items()
+            if name in types
+        }
+
+        @functools.wraps(function)
+        def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+            log.start(flow)
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError:  # arguments are missing or unknown, which Python says better
+                given = {}
+            check_types(
+                function.__name__, {name: (given[name], kinds) for name, kinds in accepted.items() if name in given}
+            )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def check_types(function: str, expected: Mapping[str, tuple[object, tuple[type, ...]]]) -> None:

@@ -19,7 +19,7 @@ from amct.arguments import input_file, output_file
 from amct.atomic import FileGroup, read_bytes, write_text
 from amct.caffe.engine import blob
 from amct.caffe.model import read_model, write_model
-from amct.caffe.prototxt import layer_infos, restore_in_place, start_function
+from amct.caffe.prototxt import caffe_function, layer_infos, restore_in_place
 from amct.caffe.ptq.folding import check_global_statistics
 from amct.caffe.ptq.graph import (
     QuantGraph,
@@ -56,6 +56,7 @@ def set_cpu_mode() -> None:
     blob.set_mode_cpu()
 
 
+@caffe_function
 def create_quant_config(  # noqa: PLR0913  most of them are optional
     config_file: AnyPath,
     model_file: AnyPath,
@@ -83,17 +84,6 @@ def create_quant_config(  # noqa: PLR0913  most of them are optional
         FileError: a file cannot be read or written.
         ParseError, ModelError, ConfigError: a file is malformed or invalid, or a layer to skip is unknown.
     """
-    start_function(
-        "create_quant_config",
-        config_file=config_file,
-        model_file=model_file,
-        weights_file=weights_file,
-        batch_num=batch_num,
-        activation_offset=activation_offset,
-        config_defination=config_defination,
-        custom_proto=custom_proto,
-        skip_layers=skip_layers,
-    )
     target = output_file(config_file, "config_file")
     input_file(model_file, "model_file")
     input_file(weights_file, "weights_file")
@@ -111,6 +101,7 @@ def create_quant_config(  # noqa: PLR0913  most of them are optional
     logger.info("Create quant config %s success!", config_file)
 
 
+@caffe_function
 def init(
     config_file: AnyPath,
     model_file: AnyPath,
@@ -136,7 +127,6 @@ def init(
         ParseError, ModelError, ConfigError: a file is malformed, invalid, or does not belong to the model.
     """
     inputs = {"config_file": config_file, "model_file": model_file, "weights_file": weights_file}
-    start_function("init", **inputs, scale_offset_record_file=scale_offset_record_file)
     for name, value in inputs.items():
         input_file(value, name)
     record = output_file(scale_offset_record_file, "scale_offset_record_file")
@@ -155,6 +145,7 @@ def init(
     return QuantGraph(original=original, plan=plan, record_file=record, model=original.copy())
 
 
+@caffe_function
 def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modified_weights_file: AnyPath) -> None:
     """Fold, quantize the weights, write their factors to the record and the modified model to files.
 
@@ -172,7 +163,7 @@ def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modi
         CalibrationError: weights are NaN or infinite.
     """
     graph = check_graph("weights_quantize_model", graph)
-    files = _output_files("weights_quantize_model", modified_model_file, modified_weights_file)
+    files = _output_files(modified_model_file, modified_weights_file)
     graph.fold()
     graph.quantize_weights()
     for name, reason in graph.not_quantized.items():
@@ -191,6 +182,7 @@ def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modi
     logger.info("Quantized the weights of %d layers.", len(graph.weights))
 
 
+@caffe_function
 def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modified_weights_file: AnyPath) -> None:
     """Insert an IFMR layer before every quantized input and write the calibration model to files.
 
@@ -208,7 +200,7 @@ def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, m
         CalibrationError: called out of order, or the BatchNorm statistics have not been updated.
     """
     graph = check_graph("activation_quantize_model", graph)
-    files = _output_files("activation_quantize_model", modified_model_file, modified_weights_file)
+    files = _output_files(modified_model_file, modified_weights_file)
     graph.need(Stage.WEIGHTS_QUANTIZED, "activation_quantize_model")
     record = graph.calibration_file()
     ranks = all_ranks()
@@ -234,6 +226,5 @@ def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, m
     logger.info("Inserted calibration layers for %d layers; run %d batches.", len(plans), graph.plan.batch_num)
 
 
-def _output_files(function: str, model: AnyPath, weights: AnyPath) -> tuple[Path, Path]:
-    start_function(function, modified_model_file=model, modified_weights_file=weights)
+def _output_files(model: AnyPath, weights: AnyPath) -> tuple[Path, Path]:
     return output_file(model, "modified_model_file"), output_file(weights, "modified_weights_file")

@@ -11,8 +11,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from amct import log
-from amct.arguments import FILE, check_types, output_file
+from amct.arguments import FILE, amct_function, output_file
 from amct.atomic import write_text
 from amct.caffe.engine.graph import filter_net
 from amct.caffe.engine.messages import read_message
@@ -35,29 +34,25 @@ _IN_PLACE = (
 )  # fmt: skip
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "custom_proto": (*FILE, type(None)),
-    "config_defination": (*FILE, type(None)),
-    "batch_num": (int,),
-    "activation_offset": (bool,),
-    "skip_layers": (list, tuple, type(None)),
-    "save_type": (str,),
-}
-"""The types of arguments of AMCT's functions; others are paths."""
+_FILES = (
+    "config_file", "model_file", "weights_file", "scale_offset_record_file", "modified_model_file",
+    "modified_weights_file", "uninplaced_model_file", "retrained_model_file", "retrained_weights_file", "save_path",
+    "custom_proto", "config_defination",
+)  # fmt: skip
+caffe_function = amct_function(
+    "amct_caffe",
+    {
+        **dict.fromkeys(_FILES, FILE),
+        "batch_num": (int,),
+        "activation_offset": (bool,),
+        "skip_layers": (list, tuple),
+        "save_type": (str,),
+    },
+)
+"""Decorates AMCT's functions; an argument of one name has the same types in all of them."""
 
 
-def start_function(function: str, may_be_none: Collection[str] = (), /, **arguments: object) -> None:
-    """Check the types of the arguments of a function of AMCT, and start the log.
-
-    Raises:
-        ArgumentTypeError: An argument has the wrong type; the message names the function.
-    """
-    none = {name: (type(None),) for name in may_be_none}
-    types = {name: (*_TYPES.get(name, FILE), *none.get(name, ())) for name in arguments}
-    check_types(function, {name: (value, types[name]) for name, value in arguments.items()})
-    log.start("amct_caffe")
-
-
+@caffe_function
 def uninplace_model(
     model_file: str | os.PathLike[str],
     uninplaced_model_file: str | os.PathLike[str],
@@ -77,12 +72,6 @@ def uninplace_model(
     """
     from amct.caffe.model import read_net
 
-    start_function(
-        "uninplace_model",
-        model_file=model_file,
-        uninplaced_model_file=uninplaced_model_file,
-        custom_proto=custom_proto,
-    )
     target = output_file(uninplaced_model_file, "uninplaced_model_file")
     write_text(target, format_text(read_net(model_file, custom_proto)))
 

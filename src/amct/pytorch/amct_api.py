@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from amct import atomic, log
-from amct.arguments import FILE, check_types, output_file
+from amct import atomic
+from amct.arguments import FILE, amct_function, check_types, output_file
 from amct.atomic import read_bytes
 from amct.calibration import all_ranks, read_progress
 from amct.config.ptq.pytorch import PYTORCH
@@ -40,7 +40,7 @@ from amct.record import LayerRecord, Record, read_record, validate_record, write
 from amct.record.conversion import layer_qparams, read_tensor_qparams, tensor_qparams_path
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -52,6 +52,27 @@ logger = logging.getLogger(__name__)
 AnyPath = str | os.PathLike[str]
 
 
+pytorch_function = amct_function(
+    "amct_pytorch",
+    {
+        "model": (nn.Module,),
+        "config_file": FILE,
+        "config_defination": FILE,
+        "record_file": FILE,
+        "modfied_onnx_file": FILE,
+        "pth_file": FILE,
+        "save_path": FILE,
+        "state_dict_name": (str,),
+        "skip_layers": (list, tuple),
+        "batch_num": (int,),
+        "activation_offset": (bool,),
+        "quant_layers": (dict,),
+    },
+)
+"""Decorates AMCT's functions; an argument of one name has the same types in all of them."""
+
+
+@pytorch_function
 def create_quant_config(
     config_file: AnyPath,
     model: nn.Module,
@@ -78,16 +99,6 @@ def create_quant_config(
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run on the example input, or is already quantized.
     """
-    start_function(
-        "create_quant_config",
-        may_be_none=("skip_layers", "config_defination"),
-        config_file=config_file,
-        model=model,
-        skip_layers=skip_layers,
-        batch_num=batch_num,
-        activation_offset=activation_offset,
-        config_defination=config_defination,
-    )
     for name in skip_layers or ():
         check_types("create_quant_config", {"each name in skip_layers": (name, (str,))})
     path = output_file(config_file, "config_file")
@@ -107,6 +118,7 @@ def create_quant_config(
     logger.info("wrote %s", path)
 
 
+@pytorch_function
 def quantize_preprocess(config_file: AnyPath, record_file: AnyPath, model: nn.Module, input_data: object) -> nn.Module:
     """Prepare DMQ: forwards of the returned model on data (one or more) write the balance factors to the record.
 
@@ -114,7 +126,6 @@ def quantize_preprocess(config_file: AnyPath, record_file: AnyPath, model: nn.Mo
         TypeError, ValueError, OSError: as ``quantize_model``.
         RuntimeError: no layer of the config has ``dmq_balancer_param``, or the model cannot be run.
     """
-    start_function("quantize_preprocess", config_file=config_file, record_file=record_file, model=model)
     path = output_file(record_file, "record_file")
     content = read_bytes(config_file)
     traced = cached_trace(model, input_data)
@@ -143,6 +154,7 @@ def quantize_preprocess(config_file: AnyPath, record_file: AnyPath, model: nn.Mo
     return balancing
 
 
+@pytorch_function
 def quantize_model(  # noqa: PLR0913  AMCT's signature
     config_file: AnyPath,
     modfied_onnx_file: AnyPath,
@@ -175,13 +187,6 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run or exported, no layer is to be quantized, or weights are not finite.
     """
-    start_function(
-        "quantize_model",
-        config_file=config_file,
-        modfied_onnx_file=modfied_onnx_file,
-        record_file=record_file,
-        model=model,
-    )
     onnx_path = output_file(modfied_onnx_file, "modfied_onnx_file")
     record_path = output_file(record_file, "record_file")
     content = read_bytes(config_file)
@@ -209,6 +214,7 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     return start_calibration(preparation, record_file=record_path, intermediate=watch, ranks=ranks).model
 
 
+@pytorch_function
 def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyPath) -> None:
     """Write the deploy, fake-quant and QDQ models and a report, as ``<save_path>_deploy_model.onnx`` and so on.
 
@@ -227,7 +233,6 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         RuntimeError: calibration is incomplete (the message lists the missing batches by layer), record and model do
             not belong together, or a written file cannot be used; nothing was saved.
     """
-    start_function("save_model", modfied_onnx_file=modfied_onnx_file, record_file=record_file, save_path=save_path)
     where = SavePath.parse(save_path)
     if not all_ranks().is_first:
         return
@@ -300,34 +305,3 @@ def _check_fusion(record: Record, notes: FileNotes) -> None:
                 f'quantize_model has folded "{notes.fusions[name][0]}" into it; list the layer in skip_fusion_layers '
                 "of the config and run quantize_model again, or remove skip_fusion"
             )
-
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "model": (nn.Module,),
-    "config_file": FILE,
-    "config_defination": FILE,
-    "record_file": FILE,
-    "modfied_onnx_file": FILE,
-    "pth_file": FILE,
-    "save_path": FILE,
-    "state_dict_name": (str, type(None)),
-    "skip_layers": (list, tuple),
-    "batch_num": (int,),
-    "activation_offset": (bool,),
-    "quant_layers": (dict,),
-}
-"""An argument of one name has the same types in every function of AMCT."""
-
-
-def start_function(function: str, *, may_be_none: Collection[str] = (), **arguments: object) -> None:
-    """Start the log and check the types of the arguments of a function of AMCT.
-
-    Raises:
-        ArgumentTypeError: An argument has the wrong type; the message names the function.
-    """
-    log.start("amct_pytorch")
-    none = {name: (type(None),) for name in may_be_none}
-    check_types(function, {name: (value, (*_TYPES[name], *none.get(name, ()))) for name, value in arguments.items()})

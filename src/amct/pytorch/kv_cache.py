@@ -38,7 +38,7 @@ from amct.errors import (
     MissingDefinitionError,
     MissingFileError,
 )
-from amct.pytorch.amct_api import start_function
+from amct.pytorch.amct_api import pytorch_function
 from amct.pytorch.capture.layer_types import type_name
 from amct.pytorch.layer_hooks import hidden_from_modes, run_own_model_in_context
 from amct.pytorch.user_model import refuse_operators, unwrap
@@ -62,6 +62,7 @@ _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compil
 AnyPath = str | os.PathLike[str]
 
 
+@pytorch_function
 def create_quant_cali_config(
     config_file: AnyPath,
     model: nn.Module,
@@ -82,14 +83,6 @@ def create_quant_cali_config(
         OSError: a file cannot be read or written.
         RuntimeError: no layer is named, the simple config does not exist, or the model is already quantized.
     """
-    start_function(
-        "create_quant_cali_config",
-        may_be_none=("quant_layers", "config_defination"),
-        config_file=config_file,
-        model=model,
-        quant_layers=quant_layers,
-        config_defination=config_defination,
-    )
     path = output_file(config_file, "config_file")
     model = unwrap(model)
     refuse_operators(model)
@@ -100,6 +93,7 @@ def create_quant_cali_config(
     logger.info("wrote %s", path)
 
 
+@pytorch_function
 def create_quant_cali_model(config_file: AnyPath, record_file: AnyPath, model: nn.Module) -> nn.Module:
     """Return the model, which observes the outputs of the configured layers in its next ``batch_num`` forwards.
 
@@ -118,7 +112,6 @@ def create_quant_cali_model(config_file: AnyPath, record_file: AnyPath, model: n
         OSError: a file cannot be read or written.
         RuntimeError: the config names no layer, or the model is already quantized.
     """
-    start_function("create_quant_cali_model", config_file=config_file, record_file=record_file, model=model)
     path = output_file(record_file, "record_file")
     content = read_bytes(config_file)
     model = unwrap(model)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from amct.arguments import input_file
 from amct.caffe.model import FEEDFORWARD_TYPES, CaffeModel, read_model
-from amct.caffe.prototxt import layer_infos, start_function
+from amct.caffe.prototxt import caffe_function, layer_infos
 from amct.caffe.ptq.checking import reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics, fuse
@@ -39,6 +39,7 @@ DATA_TYPES = (
 """The layers without weights that the guide lists for this function."""
 
 
+@caffe_function
 def convert_model(
     model_file: AnyPath,
     weights_file: AnyPath,
@@ -70,7 +71,6 @@ def convert_model(
         "weights_file": weights_file,
         "scale_offset_record_file": scale_offset_record_file,
     }
-    start_function("convert_model", **inputs, save_path=save_path, custom_proto=custom_proto)
     for name, value in inputs.items():
         input_file(value, name)
     record = read_caffe_record(scale_offset_record_file)

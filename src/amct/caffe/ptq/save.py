@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from amct import log
-from amct.arguments import check_types
 from amct.caffe.model import caffemodel_parts
 from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.caffe.onnx.quant import export_net, types_with_ready_integers
+from amct.caffe.prototxt import caffe_function
 from amct.caffe.ptq.checking import PairCheck, content_digest, reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
@@ -53,6 +53,7 @@ PAIRS = ("fake_quant", "deploy")
 CAFFE_FORMATS = {"Fakequant": ("fake_quant", RECORD), "Deploy": ("deploy", RECORD), "Both": (*PAIRS, RECORD)}
 
 
+@caffe_function
 def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     """Write the quantized model, after ``batch_num`` forwards of the calibration model.
 
@@ -70,9 +71,7 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
         RecordError: calibration has not seen enough batches, or the record belongs to another model.
     """
     graph = check_graph("save_model", graph)
-    check_types("save_model", {"save_type": (save_type, (str,)), "save_path": (save_path, (str, os.PathLike))})
     check_save_type("save_model", save_type)
-    log.start("amct_caffe")
     graph.need(Stage.CALIBRATING, "save_model")
     if not all_ranks().is_first:
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from amct.arguments import input_file, output_file
-from amct.caffe.prototxt import start_function
+from amct.caffe.prototxt import caffe_function
 from amct.caffe.ptq.save import CAFFE_FORMATS, check_save_type, log_layers, prefix_of
 from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_config, write_retrain_model
 from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
@@ -17,6 +17,7 @@ from amct.export.request import SaveRequest
 AnyPath = str | os.PathLike[str]
 
 
+@caffe_function
 def create_quant_retrain_config(
     config_file: AnyPath,
     model_file: AnyPath,
@@ -38,14 +39,6 @@ def create_quant_retrain_config(
         FileError: a file cannot be read or written.
         ParseError, ModelError, ConfigError: a file is malformed or invalid.
     """
-    start_function(
-        "create_quant_retrain_config",
-        config_file=config_file,
-        model_file=model_file,
-        weights_file=weights_file,
-        config_defination=config_defination,
-        custom_proto=custom_proto,
-    )
     output_file(config_file, "config_file")
     input_file(model_file, "model_file")
     input_file(weights_file, "weights_file")
@@ -54,6 +47,7 @@ def create_quant_retrain_config(
     write_retrain_config(config_file, model_file, weights_file, config_defination, custom_proto)
 
 
+@caffe_function
 def create_quant_retrain_model(
     model_file: AnyPath,
     weights_file: AnyPath,
@@ -88,7 +82,6 @@ def create_quant_retrain_model(
         "modified_weights_file": modified_weights_file,
         "scale_offset_record_file": scale_offset_record_file,
     }
-    start_function("create_quant_retrain_model", **inputs, **outputs, custom_proto=custom_proto)
     for name, value in inputs.items():
         input_file(value, name)
     modified, weights, record = (output_file(value, name) for name, value in outputs.items())
@@ -96,6 +89,7 @@ def create_quant_retrain_model(
     write_retrain_model(model_file, weights_file, files, custom_proto)
 
 
+@caffe_function
 def save_quant_retrain_model(
     retrained_model_file: AnyPath,
     retrained_weights_file: AnyPath,
@@ -126,16 +120,6 @@ def save_quant_retrain_model(
         RecordError: the TEST phase has not written the record.
     """
     inputs = {"retrained_model_file": retrained_model_file, "retrained_weights_file": retrained_weights_file}
-    start_function(
-        "save_quant_retrain_model",
-        ("scale_offset_record_file", "config_file"),
-        **inputs,
-        save_type=save_type,
-        save_path=save_path,
-        scale_offset_record_file=scale_offset_record_file,
-        config_file=config_file,
-        custom_proto=custom_proto,
-    )
     check_save_type("save_quant_retrain_model", save_type)
     where = prefix_of(save_path)
     for name, value in inputs.items():

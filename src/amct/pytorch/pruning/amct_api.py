@@ -26,7 +26,7 @@ from amct.atomic import read_bytes
 from amct.config.prune.dialect import COMPRESSION, PRUNING, CompressionDialect
 from amct.errors import RecordError, TrainingError
 from amct.export.request import SavePath
-from amct.pytorch.amct_api import start_function
+from amct.pytorch.amct_api import pytorch_function
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.inputs import IoOptions, example_inputs
 from amct.pytorch.pruning.amct_chains import prunable_layers
@@ -56,6 +56,7 @@ _RECORD = "amct_prune_record"
 """The attribute of such a model that tells where its record is."""
 
 
+@pytorch_function
 def create_prune_retrain_model(
     model: nn.Module, input_data: object, config_defination: AnyPath, record_file: AnyPath
 ) -> nn.Module:
@@ -76,9 +77,10 @@ def create_prune_retrain_model(
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run on the example input, or is already compressed.
     """
-    return _created("create_prune_retrain_model", PRUNING, model, input_data, config_defination, record_file)
+    return _created(PRUNING, model, input_data, config_defination, record_file)
 
 
+@pytorch_function
 def restore_prune_retrain_model(
     model: nn.Module,
     input_data: object,
@@ -103,9 +105,10 @@ def restore_prune_retrain_model(
         RuntimeError: record or checkpoint cannot be read, or do not belong to this model and config.
     """
     files = {"record_file": record_file, "config_defination": config_defination, "pth_file": pth_file}
-    return _restored("restore_prune_retrain_model", PRUNING, model, input_data, files, state_dict_name)
+    return _restored(PRUNING, model, input_data, files, state_dict_name)
 
 
+@pytorch_function
 def save_prune_retrain_model(
     model: nn.Module,
     save_path: AnyPath,
@@ -131,7 +134,6 @@ def save_prune_retrain_model(
         OSError: a file cannot be written.
         RuntimeError: the model cannot be exported, or a written file cannot be used; nothing was saved.
     """
-    start_function("save_prune_retrain_model", model=model, save_path=save_path)
     where = SavePath.parse(save_path)
     atomic.check_writable(where.folder)
     io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
@@ -151,6 +153,7 @@ def save_prune_retrain_model(
         write_record(*masks)
 
 
+@pytorch_function
 def create_compressed_retrain_model(
     model: nn.Module, input_data: object, config_defination: AnyPath, record_file: AnyPath
 ) -> nn.Module:
@@ -165,9 +168,10 @@ def create_compressed_retrain_model(
     Raises:
         TypeError, ValueError, OSError, RuntimeError: as ``create_prune_retrain_model``.
     """
-    return _created("create_compressed_retrain_model", COMPRESSION, model, input_data, config_defination, record_file)
+    return _created(COMPRESSION, model, input_data, config_defination, record_file)
 
 
+@pytorch_function
 def restore_compressed_retrain_model(
     model: nn.Module,
     input_data: object,
@@ -190,9 +194,10 @@ def restore_compressed_retrain_model(
         TypeError, ValueError, OSError, KeyError, RuntimeError: as ``restore_prune_retrain_model``.
     """
     files = {"config_defination": config_defination, "record_file": record_file, "pth_file": pth_file}
-    return _restored("restore_compressed_retrain_model", COMPRESSION, model, input_data, files, state_dict_name)
+    return _restored(COMPRESSION, model, input_data, files, state_dict_name)
 
 
+@pytorch_function
 def save_compressed_retrain_model(
     model: nn.Module,
     record_file: AnyPath,
@@ -218,7 +223,6 @@ def save_compressed_retrain_model(
         OSError: a file cannot be read or written.
         RuntimeError: the model was not trained long enough, has diverged, or cannot be exported; nothing was saved.
     """
-    start_function("save_compressed_retrain_model", model=model, record_file=record_file, save_path=save_path)
     where = SavePath.parse(save_path)
     path = output_file(record_file, "record_file")
     atomic.check_writable(where.folder)
@@ -238,14 +242,12 @@ def save_compressed_retrain_model(
 
 
 def _created(
-    function: str,
     dialect: CompressionDialect,
     model: nn.Module,
     input_data: object,
     config: AnyPath,
     record_file: AnyPath,
 ) -> nn.Module:
-    start_function(function, model=model, config_defination=config, record_file=record_file)
     path = output_file(record_file, "record_file")
     traced, plan = _read_plan(dialect, model, input_data, config)
     compressed = apply_plan(traced, plan.prune)
@@ -258,14 +260,12 @@ def _created(
 
 
 def _restored(
-    function: str,
     dialect: CompressionDialect,
     model: nn.Module,
     input_data: object,
     files: Mapping[str, Any],
     state_dict_name: str | None,
 ) -> nn.Module:
-    start_function(function, model=model, **files, state_dict_name=state_dict_name)
     record = read_record(files["record_file"])
     traced, plan = _read_plan(dialect, model, input_data, files["config_defination"])
     restored = restore_plan(traced, plan.prune, record.prune, os.fspath(files["record_file"]))

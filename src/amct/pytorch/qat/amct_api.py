@@ -26,7 +26,7 @@ from amct.export.check.batch import batch_path
 from amct.export.request import SavePath, SaveRequest
 from amct.export.saving import save_files
 from amct.pipeline.compare import reference
-from amct.pytorch.amct_api import start_function
+from amct.pytorch.amct_api import pytorch_function
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.inputs import IoOptions, example_inputs
 from amct.pytorch.qat.checkpoint import load_state
@@ -56,6 +56,7 @@ PRUNED = "amct_pruned_channels"
 """The attribute that tells what was pruned of a model that AMCT's functions for pruning made, to know its record."""
 
 
+@pytorch_function
 def create_quant_retrain_config(
     config_file: AnyPath, model: nn.Module, input_data: object, config_defination: AnyPath | None = None
 ) -> None:
@@ -73,13 +74,6 @@ def create_quant_retrain_config(
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run on the example input, or is already quantized.
     """
-    start_function(
-        "create_quant_retrain_config",
-        may_be_none=("config_defination",),
-        config_file=config_file,
-        model=model,
-        config_defination=config_defination,
-    )
     path = output_file(config_file, "config_file")
     text = read_bytes(config_defination) if config_defination is not None else None
     layers = cached_trace(model, input_data).config_layers()
@@ -93,6 +87,7 @@ def create_quant_retrain_config(
     logger.info("wrote %s", path)
 
 
+@pytorch_function
 def create_quant_retrain_model(
     config_file: AnyPath, model: nn.Module, record_file: AnyPath, input_data: object
 ) -> nn.Module:
@@ -112,13 +107,13 @@ def create_quant_retrain_model(
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run, is already quantized, or no layer is to be quantized.
     """
-    start_function("create_quant_retrain_model", config_file=config_file, model=model, record_file=record_file)
     path = output_file(record_file, "record_file")
     trainable = _built(config_file, model, input_data)
     _empty_record(path)
     return trainable
 
 
+@pytorch_function
 def restore_quant_retrain_model(
     config_file: AnyPath,
     model: nn.Module,
@@ -142,14 +137,6 @@ def restore_quant_retrain_model(
         KeyError: the checkpoint has no entry ``state_dict_name``.
         RuntimeError: the checkpoint cannot be read, or does not belong to this model and config.
     """
-    start_function(
-        "restore_quant_retrain_model",
-        config_file=config_file,
-        model=model,
-        record_file=record_file,
-        pth_file=pth_file,
-        state_dict_name=state_dict_name,
-    )
     path = output_file(record_file, "record_file")
     trainable = _built(config_file, model, input_data)
     load_state(trainable, pth_file, state_dict_name)
@@ -157,6 +144,7 @@ def restore_quant_retrain_model(
     return trainable
 
 
+@pytorch_function
 def save_quant_retrain_model(  # noqa: PLR0913  AMCT's signature
     config_file: AnyPath,
     model: nn.Module,
@@ -189,9 +177,6 @@ def save_quant_retrain_model(  # noqa: PLR0913  AMCT's signature
         RuntimeError: the model is no model in training, was not trained long enough, has diverged, was created with
             another config, or cannot be exported; nothing was saved.
     """
-    start_function(
-        "save_quant_retrain_model", config_file=config_file, model=model, record_file=record_file, save_path=save_path
-    )
     where = SavePath.parse(save_path)
     path = output_file(record_file, "record_file")
     atomic.check_writable(where.folder)
