@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from amct.errors import FileError, ModelError, ParseError, did_you_mean
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -35,21 +36,9 @@ WEIGHTS_GROUP = "data"
 """The group of an HDF5 caffemodel that holds the weights."""
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a file.
-
-    Raises:
-        FileError: It cannot be read, or the save that writes it was interrupted.
-    """
-    check_whole(path)
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise FileError(f"Could not open file {path}: {error.strerror or error}") from error
-
-
-def is_hdf5(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is HDF5, by its first bytes.
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to be read, which is whole.
 
     Raises:
         FileError: It cannot be read, or the save that writes it was interrupted.
@@ -57,9 +46,21 @@ def is_hdf5(path: str | os.PathLike[str]) -> bool:
     check_whole(path)
     try:
         with Path(path).open("rb") as file:
-            return file.read(len(HDF5_SIGNATURE)) == HDF5_SIGNATURE
+            yield file
     except OSError as error:
         raise FileError(f"Could not open file {path}: {error.strerror or error}") from error
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a file."""
+    with opened(path) as file:
+        return file.read()
+
+
+def is_hdf5(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is HDF5, by its first bytes."""
+    with opened(path) as file:
+        return file.read(len(HDF5_SIGNATURE)) == HDF5_SIGNATURE
 
 
 def load(graph: NetGraph, path: str | os.PathLike[str]) -> None:
