@@ -23,6 +23,8 @@ derives from the built-in type that AMCT raises in the same place::
     │   ├── RecordValueError     (ValueError)    ... a factor is outside its legal range
     │   └── RecordParseError     (ParseError)    ... it is not a record file
     ├── TrainingError            (RuntimeError)  a trained model or its checkpoint cannot be used as asked
+    ├── SearchError              (RuntimeError)  a search for settings cannot be made as asked
+    │   └── EvaluatorError       (ArgumentError) ... what the user's own function returns is no accuracy
     ├── CheckpointError          (KeyError)      an entry is missing from a checkpoint
     └── ExportError              (RuntimeError)  a file cannot be exported as requested
 
@@ -165,6 +167,14 @@ class TrainingError(AmctError, RuntimeError):
 
 class CheckpointError(AmctError, KeyError):
     """An entry is missing from a checkpoint."""
+
+
+class SearchError(AmctError, RuntimeError):
+    """A search for settings cannot be made as asked: its goal, its data, its evaluator or its journal."""
+
+
+class EvaluatorError(SearchError, ArgumentError):
+    """What the user's own function returns is no accuracy; also a ``ValueError``."""
 
 
 class ExportError(AmctError, RuntimeError):

@@ -27,6 +27,8 @@ BUILT_IN = {
     "RecordValueError": ValueError,
     "RecordParseError": ValueError,
     "TrainingError": RuntimeError,
+    "SearchError": RuntimeError,
+    "EvaluatorError": (RuntimeError, ValueError),
     "CheckpointError": KeyError,
     "ExportError": RuntimeError,
 }

@@ -13,7 +13,7 @@ from amct.lazy import lazy_names
 
 if TYPE_CHECKING:
     from amct.caffe.comparing import compare
-    from amct.caffe.door import quantize
+    from amct.caffe.door import quantize, quantize_to
     from amct.caffe.onnx.graph import export_onnx
     from amct.caffe.ptq.equalization import equalize_model
     from amct.caffe.qat.door import CaffeRetraining, prepare_qat
@@ -34,6 +34,7 @@ __all__ = [
     "export_onnx",
     "prepare_qat",
     "quantize",
+    "quantize_to",
     "report",
 ]
 __getattr__, __dir__ = lazy_names(
@@ -49,6 +50,7 @@ __getattr__, __dir__ = lazy_names(
         "export_onnx": "amct.caffe.onnx.graph",
         "prepare_qat": "amct.caffe.qat.door",
         "quantize": "amct.caffe.door",
+        "quantize_to": "amct.caffe.door",
         "report": "amct.caffe.reporting",
     },
 )

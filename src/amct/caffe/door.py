@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from amct import log
@@ -31,24 +33,29 @@ from amct.caffe.ptq.save import CaffeFiles, SaveNotes, results_with
 from amct.caffe.reporting import caffe_network, fused_notes, report_layers
 from amct.calibration import ALONE
 from amct.calibration.ranks import fingerprint
+from amct.config.layers import CAFFE_TYPES
 from amct.config.ptq.caffe import CAFFE
 from amct.config.python_config import plan_of
-from amct.errors import ConfigError, ExportError
+from amct.errors import CalibrationError, ConfigError, ExportError
 from amct.export.formats import ExportedModel
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.runtime import as_tensor
 from amct.export.request import ExportOptions, Placement, Target
 from amct.model import Skip
 from amct.pipeline import flow
-from amct.pipeline.door import Calibration, ModelOutput
+from amct.pipeline.door import Calibration, LayerFreedom, ModelOutput
+from amct.pipeline.weights import with_bits
 from amct.record import CaffeRecord
 from amct.record.conversion import caffe_layer_record
+from amct.search.choices import FLOAT, INT4, INT8, INT16
+from amct.search.request import SearchRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     import numpy.typing as npt
     from onnx import ModelProto
+    from typing_extensions import Unpack
 
     from amct.caffe.engine.net import Net
     from amct.caffe.model import Batch
@@ -63,9 +70,11 @@ if TYPE_CHECKING:
     from amct.pipeline.door import ComparedModel
     from amct.pipeline.flow import AnyResume, Passes
     from amct.pipeline.quantized_model import QuantizedModel
+    from amct.pipeline.weights import QuantizedWeights
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer
     from amct.report.network import Network
+    from amct.search.request import SearchOptions
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +121,54 @@ def quantize(  # noqa: PLR0913  most of them are optional
     with located_in(model):
         door = CaffeDoor(read_model(model, weights, custom_proto), equalize=equalize)
         return flow.quantize(door, calibration_data, config, inputs, resume)
+
+
+@log.screen_only()
+def quantize_to(  # noqa: PLR0913  most of them are optional
+    model: AnyPath,
+    weights: AnyPath,
+    calibration_data: object,
+    labelled: object = None,
+    *,
+    config: AnyConfig = None,
+    inputs: BatchInputs | None = None,
+    equalize: bool = False,
+    custom_proto: AnyPath | None = None,
+    **options: Unpack[SearchOptions],
+) -> QuantizedModel:
+    """Quantize a Caffe model to a goal: find the smallest or fastest settings that lose no more than allowed.
+
+    The model is calibrated once. The result meets the goal or is the best that was found; ``certificate`` says which,
+    by samples that the search has not used, and ``history`` has everything that was tried.
+
+    Args:
+        model: The prototxt.
+        weights: The caffemodel.
+        calibration_data: As for ``quantize``.
+        labelled: Batches of (inputs, labels), or one such pair; batches of inputs for ``min_agreement`` and
+            ``min_sqnr``; nothing with ``evaluate``. Other samples than those of the calibration.
+        config: As for ``quantize``, the settings to begin with; layers that it leaves float stay so.
+        inputs: As for ``quantize``.
+        equalize: As for ``quantize``.
+        custom_proto: As for ``quantize``.
+        options: The goal and the limits of the search, see ``SearchOptions``; ``evaluate`` gets a net of our engine.
+
+    Raises:
+        AmctError: The subclass tells whether files, config, data or goal are invalid.
+    """
+    request = SearchRequest.of(labelled, options, (FLOAT, INT8, INT16, INT4))
+    base = quantize(
+        model,
+        weights,
+        calibration_data,
+        request.config(config),
+        inputs=inputs,
+        equalize=equalize,
+        custom_proto=custom_proto,
+    )
+    with located_in(model):
+        net = read_model(model, weights, custom_proto).build(())
+        return request.run(base, net, inputs)
 
 
 class CaffePreparation:
@@ -169,6 +226,38 @@ class CaffePreparation:
     def quantized_layers(self, result: CalibrationResult) -> Mapping[str, LayerQParams]:
         """The final parameters; a weight scale may have been increased so that the bias fits int32."""
         return self._finished(observed_inputs(result)).layers
+
+    def freedom(self) -> dict[str, LayerFreedom]:
+        """By quantized layer: what it could become instead."""
+        found = {}
+        for name, plan in self.graph.plans().items():
+            weights = self.graph.weights.get(name)
+            values = 0 if weights is None else sum(source.tensor.numel() for source in weights.sources)
+            can_cluster = weights is not None and CAFFE_TYPES[plan.type].snq
+            found[name] = LayerFreedom(values=values, can_pack=can_cluster, clustered=True, wide=True)
+        return found
+
+    def variant(
+        self,
+        plan: Plan,
+        layers: Mapping[str, LayerQParams],
+        learned: Mapping[str, QuantizedWeights] = MappingProxyType({}),
+    ) -> tuple[CaffePreparation, Mapping[str, LayerQParams]]:
+        """The same calibrated model with other layers, weights or bits, and the parameters of its layers."""
+        del learned
+        graph = self.graph.with_plan(plan)
+        if not graph.plans():
+            raise CalibrationError(f"{plan.source}: no layer is to be quantized")
+        inputs = {
+            name: replace(layers[name], inputs=with_bits(layers[name].inputs, each))
+            for name, each in graph.plans().items()
+        }
+        made = CaffePreparation(graph)
+        return made, made._finished(inputs).layers
+
+    def config_of(self, plan: Plan) -> dict[str, Any]:
+        """A full config that gives this plan."""
+        return CAFFE.config_of(plan)
 
     def record_of(self, layers: Mapping[str, LayerQParams]) -> CaffeRecord:
         """The parameters as a record."""

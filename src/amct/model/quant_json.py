@@ -38,6 +38,8 @@
       "measured": {                                 the latest comparison with the float model; see ``Measurement``
         "of": "net_qdq_model.onnx", "on": "8 batches", "layers": {"conv1": 31.2}, "outputs": {"scores": 34.2},
         "metric": {"name": "top1 accuracy", "float_model": 99.16, "quantized": 98.99}},
+      "certificate": {"goal": "a drop of at most 0.5 points", "loss": 0.0031, "bound": 0.0062, …},   see ``Certificate``
+      "curve": [{"number": 1, "choices": {"conv1": "int4"}, "cost": 1234, "loss": 0.004, …}],        see ``Point``
       "related": {                                  files written on their own, by what they are; paths from this folder
         "record": {"path": "../record.txt", "sha256": "…"}, "report": {"path": "net_report.html", "sha256": "…"}
       }
@@ -65,6 +67,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from amct.atomic import is_file, modify, read_bytes
 from amct.errors import FileError, ParseError
 from amct.model.calibration_data import CalibrationData  # noqa: TC001  pydantic reads the annotations
+from amct.model.certificate import (
+    Certificate,  # noqa: TC001  pydantic reads the annotations
+    Point,  # noqa: TC001  pydantic reads the annotations
+)
 from amct.model.kinds import (
     LayerKind,  # noqa: TC001  pydantic reads the annotations
     Skip,  # noqa: TC001  pydantic reads the annotations
@@ -244,6 +250,8 @@ class QuantJson:
     verdict: Verdict | None = None
     proposals: tuple[str, ...] = ()
     measured: Measurement | None = None
+    certificate: Certificate | None = None
+    curve: tuple[Point, ...] = ()
 
     @property
     def folded(self) -> dict[str, tuple[str, ...]]:
@@ -322,6 +330,15 @@ def add_measurement(path: Path, measured: Measurement, verdict: Verdict | None) 
         FileError, ParseError: quant.json cannot be read or written.
     """
     _change(path, lambda document: replace(document, measured=measured, verdict=verdict or document.verdict))
+
+
+def add_search(path: Path, certificate: Certificate | None, curve: tuple[Point, ...]) -> None:
+    """Put what a search for settings found into a quant.json.
+
+    Raises:
+        FileError, ParseError: quant.json cannot be read or written.
+    """
+    _change(path, lambda document: replace(document, certificate=certificate, curve=curve))
 
 
 def _change(path: Path, change: Callable[[QuantJson], QuantJson]) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from amct.config.simple_config import LayerConfig
     from amct.numerics.settings import ArqSettings, HfmgSettings, IfmrSettings
     from amct.onnx_model.comparing import compare, measure
-    from amct.onnx_model.door import quantize
+    from amct.onnx_model.door import quantize, quantize_to
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.record import Record
 
@@ -33,6 +33,7 @@ __all__ = [
     "compare",
     "measure",
     "quantize",
+    "quantize_to",
 ]
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -47,5 +48,6 @@ __getattr__, __dir__ = lazy_names(
         "compare": "amct.onnx_model.comparing",
         "measure": "amct.onnx_model.comparing",
         "quantize": "amct.onnx_model.door",
+        "quantize_to": "amct.onnx_model.door",
     },
 )

@@ -27,6 +27,8 @@ from amct.onnx_model.reading import input_shape, read_model, with_opset
 from amct.pipeline import flow
 from amct.pipeline.preparation import PreparedForOnnx, enabled_layers
 from amct.pipeline.weights import quantize_weights
+from amct.search.choices import FLOAT, INT4, INT8, INT16
+from amct.search.request import SearchRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
     from torch import Tensor
+    from typing_extensions import Self, Unpack
 
     from amct.calibration import Ranks
     from amct.config.plan import Plan
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
     from amct.pipeline.door import Calibration, ComparedModel, ModelOutput
     from amct.pipeline.flow import AnyResume, Passes
     from amct.pipeline.quantized_model import QuantizedModel
+    from amct.pipeline.weights import QuantizedWeights
+    from amct.search.request import SearchOptions
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +74,11 @@ class OnnxPreparation(PreparedForOnnx):
     folded: ModelProto
     onnx_layers: Mapping[str, OnnxLayer]
     kept: KeptWeights
+
+    def with_weights(self, plan: Plan, weights: Mapping[str, QuantizedWeights]) -> Self:
+        """The same folded model with another plan and other quantized weights."""
+        onnx_layers = {name: self.onnx_layers[name] for name in weights}
+        return replace(self, plan=plan, weights=weights, onnx_layers=onnx_layers)
 
     @property
     def bindings(self) -> list[LayerBinding]:
@@ -284,3 +294,34 @@ def quantize(
         AmctError: The subclass tells whether model, config, data or files are invalid.
     """
     return flow.quantize(OnnxDoor(read_model(model, keep_weights=True)), calibration_data, config, inputs, resume)
+
+
+def quantize_to(
+    model: AnyModel,
+    calibration_data: object,
+    labelled: object = None,
+    *,
+    config: AnyConfig = None,
+    inputs: BatchInputs | None = None,
+    **options: Unpack[SearchOptions],
+) -> QuantizedModel:
+    """Quantize an ONNX model to a goal: find the smallest or fastest settings that lose no more than allowed.
+
+    The model is calibrated once. The result meets the goal or is the best that was found; ``certificate`` says which,
+    by samples that the search has not used, and ``history`` has everything that was tried.
+
+    Args:
+        model: The path of a file, its bytes, or a ModelProto, which is not changed.
+        calibration_data: As for ``quantize``.
+        labelled: Batches of (inputs, labels), or one such pair; batches of inputs for ``min_agreement`` and
+            ``min_sqnr``; nothing with ``evaluate``. Other samples than those of the calibration.
+        config: As for ``quantize``, the settings to begin with; layers that it leaves float stay so.
+        inputs: As for ``quantize``.
+        options: The goal and the limits of the search, see ``SearchOptions``; ``evaluate`` gets a ModelProto.
+
+    Raises:
+        AmctError: The subclass tells whether model, config, data, goal or files are invalid.
+    """
+    request = SearchRequest.of(labelled, options, (FLOAT, INT8, INT16, INT4))
+    base = quantize(model, calibration_data, request.config(config), inputs=inputs)
+    return request.run(base, with_values(read_model(model).model), inputs)

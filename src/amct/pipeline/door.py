@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.flow import Passes
+    from amct.pipeline.weights import QuantizedWeights
     from amct.record import AnyRecord
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer
@@ -94,6 +95,23 @@ class Calibration:
     observes_tensors: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerFreedom:
+    """What a quantized layer could become instead.
+
+    Attributes:
+        values: The number of its weights.
+        can_pack: Whether its weights can have 4 bits.
+        clustered: Whether 4-bit weights are those of SNQ (Caffe).
+        wide: Whether its inputs can have 16 bits.
+    """
+
+    values: int
+    can_pack: bool
+    clustered: bool = False
+    wide: bool = False
+
+
 class PreparedModel(Protocol):
     """A model with folded batch norms and quantized weights."""
 
@@ -126,6 +144,26 @@ class PreparedModel(Protocol):
 
     def quantized_layers(self, result: CalibrationResult) -> Mapping[str, LayerQParams]:
         """The parameters of the weights and the inputs of every layer."""
+
+    def freedom(self) -> Mapping[str, LayerFreedom]:
+        """By quantized layer: what it could become instead."""
+
+    def variant(
+        self, plan: Plan, layers: Mapping[str, LayerQParams], learned: Mapping[str, QuantizedWeights] = ...
+    ) -> tuple[PreparedModel, Mapping[str, LayerQParams]]:
+        """The same calibrated model with other layers, weights or bits, and the parameters of its layers.
+
+        Args:
+            plan: What is done to each layer; it can switch off layers of this model, and none on.
+            layers: The parameters of this model, from its calibration.
+            learned: Weights whose rounding is learned, for the layers that ask for it.
+
+        Raises:
+            CalibrationError: No layer is left, or weights cannot be quantized; the message names the layer.
+        """
+
+    def config_of(self, plan: Plan) -> dict[str, Any]:
+        """A full config in the door's dialect that gives this plan."""
 
     def record_of(self, layers: Mapping[str, LayerQParams]) -> AnyRecord:
         """The parameters as a record in the door's own dialect."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amct.calibration.session import HIDDEN, INPUT
+from amct.config.layers import PTQ_TYPES
 from amct.config.plan import config_text
+from amct.config.ptq.pytorch import PYTORCH
 from amct.errors import CalibrationError, ExportError
 from amct.export.deploy import fake_quant_model
 from amct.export.onnx.kept_weights import KeptWeights
@@ -20,8 +23,9 @@ from amct.export.request import RECORD
 from amct.export.saving import OnnxFiles
 from amct.model import Skip
 from amct.numerics.layer_inputs import LayerInputObserver
-from amct.numerics.settings import WeightKind
-from amct.pipeline.weights import suited_to_bias
+from amct.numerics.settings import AdaRoundSettings, WeightKind
+from amct.pipeline.door import LayerFreedom
+from amct.pipeline.weights import quantize_weights, suited_to_bias, with_bits
 from amct.record import Record
 from amct.record.conversion import layer_record
 from amct.report.filling import QuantizedInput, ReportLayer, folded_notes
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
     from onnx import ModelProto
     from torch import Tensor
+    from typing_extensions import Self
 
     from amct.calibration import CalibrationResult
     from amct.config.plan import LayerPlan, LayerPlans, Plan, PlannedLayer
@@ -157,7 +162,57 @@ class PreparedForOnnx(ABC):
 
     def quantized_layers(self, result: CalibrationResult) -> dict[str, LayerQParams]:
         """The parameters of weights and inputs; a few weight scales are changed to suit the bias of their channel."""
-        layers = self.with_inputs(result)
+        return self._suited(self.with_inputs(result))
+
+    def freedom(self) -> dict[str, LayerFreedom]:
+        """By quantized layer: what it could become instead."""
+        found = {}
+        for layer in self.layer_plans:
+            weights = self.weights[layer.name]
+            types = PTQ_TYPES[layer.type]
+            found[layer.name] = LayerFreedom(
+                values=sum(source.tensor.numel() for source in weights.sources),
+                can_pack=weights.can_pack and bool(weights.sources),
+                wide=types.int16 and (not types.int16_needs_bias or self.bias(layer.name) is not None),
+            )
+        return found
+
+    def config_of(self, plan: Plan) -> dict[str, Any]:
+        """A full config that gives this plan."""
+        return PYTORCH.config_of(plan)
+
+    def with_weights(self, plan: Plan, weights: Mapping[str, QuantizedWeights]) -> Self:
+        """The same folded model with another plan and other quantized weights."""
+        return replace(self, plan=plan, weights=weights)
+
+    def variant(
+        self,
+        plan: Plan,
+        layers: Mapping[str, LayerQParams],
+        learned: Mapping[str, QuantizedWeights] = MappingProxyType({}),
+    ) -> tuple[Self, dict[str, LayerQParams]]:
+        """The same calibrated model with other layers, weights or bits, and the parameters of its layers."""
+        weights = {}
+        for layer in enabled_layers(plan, self.quantizable):
+            before, known = self.weights[layer.name], self.plan.find(layer.name)
+            same = known is not None and (known.weight, known.weight_rounding) == (layer.weight, layer.weight_rounding)
+            if not same and isinstance(layer.weight, AdaRoundSettings):
+                before = learned[layer.name]
+            elif not same:
+                before = quantize_weights(layer, before.sources, balance=before.balance, can_pack=before.can_pack)
+            weights[layer.name] = before
+        made = self.with_weights(plan, weights)
+        found = {
+            name: replace(
+                qparams,
+                inputs=with_bits(layers[name].inputs, plan.find(name)),
+                hidden=layers[name].hidden,
+            )
+            for name, qparams in made.weight_qparams().items()
+        }
+        return made, made._suited(found)
+
+    def _suited(self, layers: dict[str, LayerQParams]) -> dict[str, LayerQParams]:
         for name, qparams in layers.items():
             bias = self.bias(name)
             if bias is not None:

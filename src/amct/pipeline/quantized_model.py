@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from amct import atomic
@@ -14,11 +15,12 @@ from amct.calibration import all_ranks
 from amct.config.plan import config_text
 from amct.errors import AmctError, ExportError
 from amct.export.check.batch import KeptBatches
+from amct.export.formats import ExportedFiles
 from amct.export.onnx.float_weights import large_float_weights, not_said
-from amct.export.request import DEFAULT_FORMATS, ExportOptions, Placement, SaveRequest, Target
+from amct.export.request import DEFAULT_FORMATS, ExportOptions, Placement, SavePath, SaveRequest, Target
 from amct.export.saving import save_files
 from amct.memory import free_unused_models
-from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, read_quant_json
+from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, add_search, read_quant_json
 from amct.model.verdict import NOT_JUDGED
 from amct.pipeline.compare import FileLayers, WrittenFile, measure, qdq_file, reference
 from amct.pipeline.sensitivity import LayerSensitivity, layer_sensitivity
@@ -32,14 +34,18 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from amct.config.plan import Plan
+    from amct.export.formats import ExportedModel
     from amct.model import Skip
     from amct.model.calibration_data import CalibrationData
+    from amct.model.certificate import Certificate, Point
     from amct.model.quant_json import QuantJson
     from amct.model.verdict import Verdict
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import BatchInputs
     from amct.pipeline.door import PreparedModel
+    from amct.pipeline.weights import QuantizedWeights
     from amct.record import AnyRecord
     from amct.report.content import ReportContent, TrainingContent
     from amct.report.measuring import Measured, Metric
@@ -58,6 +64,9 @@ class QuantizedModel:
         prepared: The folded model with quantized weights.
         qparams: The quantization parameters of every layer.
         calibration: How much of which data was used; None where nothing was calibrated.
+        history: What a search has tried to find these settings; empty without one.
+        certificate: What was measured of the result of a search on samples that it has not used.
+        placement: The placement of the QDQ file of a save that names none.
 
     Args:
         prepared: As the attribute.
@@ -86,6 +95,9 @@ class QuantizedModel:
         self._seconds = seconds
         self._weight_bytes = weight_bytes
         self.calibration = calibration
+        self.history: tuple[Point, ...] = ()
+        self.certificate: Certificate | None = None
+        self.placement = Placement.FAST.value
         self._verdict: Verdict | None = None
         self._sensitivity: Sequence[LayerSensitivity] = ()
 
@@ -102,6 +114,34 @@ class QuantizedModel:
         ONNX: a ``ModelProto`` of standard operators. Caffe: a net of our engine.
         """
         return self.prepared.simulation(self.qparams)
+
+    def variant(self, plan: Plan, learned: Mapping[str, QuantizedWeights] = MappingProxyType({})) -> QuantizedModel:
+        """The same calibrated model with other layers quantized, or with other weights; nothing is calibrated again.
+
+        Args:
+            plan: What is done to each layer; it can switch off layers of this model, and none on.
+            learned: Weights whose rounding is learned, for the layers that ask for it.
+        """
+        prepared, layers = self.prepared.variant(plan, self.qparams, learned)
+        return QuantizedModel(
+            prepared, layers, self._tensors, self._examples, self._seconds, self._weight_bytes, self.calibration
+        )
+
+    @property
+    def examples(self) -> Sequence[Any]:
+        """The first calibration batches, as arguments of the model."""
+        return self._examples
+
+    def exported(self, placement: str | None = None) -> ExportedModel | ExportError:
+        """The QDQ file in memory, or why there is none."""
+        options = ExportOptions(placement=placement or self.placement)
+        request = SaveRequest(where=SavePath.parse(""), formats=("qdq",), options=options)
+        try:
+            found = self.prepared.files(request, self.qparams, self._tensors, None).export("qdq")
+        except ExportError as error:
+            return error
+        assert not isinstance(found, ExportedFiles)
+        return found
 
     @cached_property
     def _run(self) -> Callable[[Any], Any]:
@@ -157,8 +197,10 @@ class QuantizedModel:
     def summary(self) -> str:
         """What was quantized, what was folded, what stays float and why, and the verdict, as text."""
         text = summary_text(self.prepared.name, self.record, self._folded_count, self.skipped)
-        data = "" if self.calibration is None else f"\ncalibrated on {self.calibration}"
-        return f"{text}{data}\nverdict {self.verdict or NOT_JUDGED}"
+        lines = [text]
+        lines += [] if self.calibration is None else [f"calibrated on {self.calibration}"]
+        lines += [] if self.certificate is None else [f"certificate {self.certificate}"]
+        return "\n".join([*lines, f"verdict {self.verdict or NOT_JUDGED}"])
 
     def __repr__(self) -> str:
         text = summary_text(self.prepared.name, self.record, self._folded_count, self.skipped)
@@ -177,7 +219,7 @@ class QuantizedModel:
         path: str | os.PathLike[str],
         formats: Iterable[str] = DEFAULT_FORMATS,
         *,
-        placement: str = Placement.FAST.value,
+        placement: str | None = None,
         target: str = Target.PORTABLE.value,
         opset: int | None = None,
         check: bool = True,
@@ -195,6 +237,7 @@ class QuantizedModel:
                 factors), and the names of registered exporters.
             placement: Of the QDQ file: "fast" also quantizes tensors between the layers, "exact" only what the record
                 says, "auto" takes the fastest of both and float for each part of the model, as timed on this machine.
+                None: "fast", or "auto" for the result of a search for the least latency.
             target: Of the QDQ file: "portable" (neighbouring weights bounded, right on every CPU), "vnni" or "exact8".
             opset: 16 to 21; None: that of the model, or the door's default.
             check: Whether the written files are run; without, a file that cannot be used is not noticed.
@@ -208,7 +251,7 @@ class QuantizedModel:
             ExportError: The model cannot be exported, or a written file cannot be used; nothing was saved.
             FileError: A file cannot be written; nothing was.
         """
-        options = ExportOptions(placement=placement, target=target)
+        options = ExportOptions(placement=placement or self.placement, target=target)
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
         request = replace(request, calibration=self.calibration)
         if not all_ranks().is_first:
@@ -219,6 +262,10 @@ class QuantizedModel:
             free_unused_models(self._weight_bytes)
         saved = save_files(self.prepared.files(request, self.qparams, self._tensors, compared))
         self._verdict = saved.verdict or self._verdict
+        if self.history or self.certificate is not None:
+            for file in saved.paths:
+                if file.name.endswith(QUANT_JSON):
+                    add_search(file, self.certificate, self.history)
         return saved.paths
 
     def compare(

@@ -19,7 +19,7 @@ from amct.numerics.settings import AdaRoundSettings, ArqSettings
 from amct.numerics.snq import ClusteredWeight, absorb_multiplier, decode, pack_nibbles
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -355,6 +355,21 @@ def _fine_where_zero(scales: Tensor, weights: QuantizedWeights, bias: Tensor, da
     rounds_to_zero = weights.rows()[0].detach().cpu().flatten(1).abs().amax(1) < 0.5
     empty = rounds_to_zero & (scales == 1)
     return fine_where_empty(scales, empty, bias, data)
+
+
+def with_bits(inputs: Mapping[int, QParams], plan: LayerPlan | None) -> dict[int, QParams]:
+    """The parameters of inputs with the bits of a plan: the same range in finer or coarser steps."""
+    found = dict(inputs)
+    for number, settings in enumerate(plan.activations if plan is not None else ()):
+        before = inputs.get(number)
+        if before is None or before.bits == settings.num_bits:
+            continue
+        steps = 2.0 ** (settings.num_bits - before.bits)
+        low = -(2 ** (settings.num_bits - 1))
+        offset = torch.round(low - before.clip_min / before.scale * steps).to(torch.int32)
+        offset = torch.where(before.offset == 0, torch.zeros_like(offset), offset)
+        found[number] = replace(before, scale=before.scale / steps, offset=offset, bits=settings.num_bits)
+    return found
 
 
 def layer_error(layer: str, error: AmctError) -> CalibrationError:

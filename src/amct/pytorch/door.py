@@ -28,7 +28,9 @@ from amct.pytorch.layer_hooks import TorchRun
 from amct.pytorch.onnx.float_onnx import float_onnx
 from amct.pytorch.part import Part, offered_parts
 from amct.pytorch.preparation import TorchPreparation, prepare
+from amct.pytorch.searching import learned_weights
 from amct.pytorch.user_model import copy_model, refuse_operators, unwrap
+from amct.search.request import SearchRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from onnx import ModelProto
+    from typing_extensions import Unpack
 
     from amct.calibration import Ranks
     from amct.config.plan import Plan
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import AdaRoundMode
+    from amct.search.request import SearchOptions
 
 
 logger = logging.getLogger(__name__)
@@ -93,6 +97,43 @@ def quantize(  # noqa: PLR0913  most of them are optional
     chosen = None if part is None else Part(model, part)
     door = TorchDoor(model, io or IoOptions(), adaround, chosen)
     return flow.quantize(door, calibration_data, config, inputs, resume)
+
+
+def quantize_to(
+    model: nn.Module,
+    calibration_data: object,
+    labelled: object = None,
+    *,
+    config: AnyConfig = None,
+    inputs: BatchInputs | None = None,
+    io: IoOptions | None = None,
+    part: str | None = None,
+    **options: Unpack[SearchOptions],
+) -> QuantizedModel:
+    """Quantize a model to a goal: find the smallest or fastest settings of its layers that lose no more than allowed.
+
+    The model is calibrated once. The result meets the goal or is the best that was found; ``certificate`` says which,
+    by samples that the search has not used, and ``history`` has everything that was tried.
+
+    Args:
+        model: any nn.Module; it is not changed.
+        calibration_data: as for ``quantize``.
+        labelled: batches of (inputs, labels), or one such pair; batches of inputs for ``min_agreement`` and
+            ``min_sqnr``; nothing with ``evaluate``. Other samples than those of the calibration.
+        config: as for ``quantize``, the settings to begin with; layers that it leaves float stay so.
+        inputs: as for ``quantize``.
+        io: as for ``quantize``.
+        part: as for ``quantize``.
+        options: the goal and the limits of the search, see ``SearchOptions``: ``max_drop``, ``score``, ``evaluate``,
+            ``choices``, ``minimize``, ``max_minutes``, ``max_evaluations``, ``seed``, ``certify`` and others.
+
+    Raises:
+        AmctError: the subclass tells whether config, model, data, goal or files are invalid.
+    """
+    request = SearchRequest.of(labelled, options)
+    base = quantize(model, calibration_data, request.config(config), inputs=inputs, io=io, part=part)
+    learned = learned_weights(base, request.choices)
+    return request.run(base, model, inputs, learned)
 
 
 class TorchDoor:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
     from torch import nn
+    from typing_extensions import Self
 
     from amct.calibration import Ranks
     from amct.config.plan import Plan
@@ -66,6 +67,10 @@ class TorchPreparation(PreparedForOnnx):
     fused: Fused
     kept: KeptWeights = field(default_factory=KeptWeights)
     part: Part | None = None
+
+    def with_weights(self, plan: Plan, weights: Mapping[str, QuantizedWeights]) -> Self:
+        """The same folded model with another plan and other quantized weights; its ONNX models are its own."""
+        return replace(self, plan=plan, weights=weights, kept=KeptWeights())
 
     def bias(self, layer: str) -> Tensor | None:
         """The bias of a layer, folded; None: it has none, or one for each gate."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,6 +123,25 @@ class QuantGraph:
             for name, layer in self.plans().items()
             if self.model.layer(name).type in (*FEEDFORWARD_TYPES, *RECURRENT_TYPES)
         }
+
+    def with_plan(self, plan: Plan) -> QuantGraph:
+        """The same folded model with another plan: the weights of layers whose settings differ are quantized anew."""
+        made = replace(self, plan=plan, weights={})
+        before = self.plans()
+        for name, layer in made.plans().items():
+            known = self.weights.get(name)
+            if known is None:
+                continue
+            if before[name].weight != layer.weight:
+                known = quantize_weights(
+                    self.model.layer(name),
+                    self.model.weights[name],
+                    layer.weight,
+                    rounding=layer.weight_rounding,
+                    scale=layer.weight_scale,
+                )
+            made.weights[name] = known
+        return made
 
     def calibration_file(self) -> Path:
         """The record file passed to ``init``."""

@@ -309,6 +309,38 @@ class PtqDialect(QuantDialect):
             update_bn=BatchNormUpdate(**fields["bn_update_config"]) if fields.get("update_bn") else None,
         )
 
+    def config_of(self, plan: Plan) -> dict[str, Any]:
+        """The content of a JSON config that gives this plan."""
+        values = {
+            "batch_num": plan.batch_num,
+            "activation_offset": plan.activation_offset,
+            "do_fusion": plan.do_fusion,
+            "skip_fusion_layers": plan.skip_fusion_layers,
+        }
+        optional = {
+            "fakequant_precision_mode": FORCE_FP16 if plan.force_fp16 else None,
+            "weight_rounding": next((layer.weight_rounding for layer in plan.layers), self.weight_rounding),
+            "weight_scale": next((layer.weight_scale for layer in plan.layers), self.weight_scale),
+        }
+        values |= {
+            key: value
+            for key, value in optional.items()
+            if value is not None and value != getattr(self, key, None) and key in self.global_keys
+        }
+        return {
+            **self._written(self.globals(**values), values),
+            **{layer.name: self._layer_config(layer) for layer in plan.layers},
+        }
+
+    def _layer_config(self, layer: LayerPlan) -> dict[str, Any]:
+        inputs = [_block_of(settings, self.activation, "act_algo") for settings in layer.activations]
+        found: dict[str, Any] = {self.switch_key: layer.enabled, DATA_KEY: inputs if len(inputs) > 1 else inputs[0]}
+        if layer.weight is not None:
+            found[WEIGHT_KEY] = _block_of(layer.weight, self.weight, "wts_algo")
+        if layer.migration_strength is not None:
+            found[BALANCE_KEY] = layer.migration_strength
+        return found
+
     def _plan_layer(
         self, layer: LayerInfo, block: LayerBlock, fields: Mapping[str, Any], problems: ProblemList
     ) -> LayerPlan:
@@ -345,6 +377,16 @@ class PtqDialect(QuantDialect):
             data = {**data, "num_bits": 8}
         settings: WeightSettings = settings_of(data, self.weight, "wts_algo")
         return settings
+
+
+def _block_of(settings: Any, algorithms: Iterable[registry.Algorithm], name_key: str) -> dict[str, Any]:  # noqa: ANN401  settings of any algorithm
+    """Settings as a JSON block."""
+    algorithm = next(each for each in algorithms if each.settings is type(settings))
+    found: dict[str, Any] = {}
+    for key in algorithm.keys:
+        value = algorithm.name if key == name_key else getattr(settings, algorithm.field_of(key))
+        found[key] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def _read_strength(name: str, node: JsonNode, problems: ProblemList) -> float | None:

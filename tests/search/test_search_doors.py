@@ -1,0 +1,106 @@
+"""A goal is reached through each of the three doors, and its certificate is in the files."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from three_doors import caffe_pair, onnx_file, torch_network
+
+import amct.caffe
+import amct.onnx_model
+import amct.pytorch
+from amct.model.quant_json import read_quant_json
+from amct.search.sequential import upper_bound
+
+CALIBRATION = [np.random.default_rng(seed).normal(0.2, 1.0, (4, 3, 8, 8)).astype(np.float32) for seed in (1, 2, 3)]
+PICTURES = np.random.default_rng(9).normal(0.2, 1.0, (600, 3, 8, 8)).astype(np.float32)
+
+
+def labels():
+    with torch.no_grad():
+        return torch_network()(torch.from_numpy(PICTURES)).argmax(1).numpy()
+
+
+def quantize_to(door, folder, labelled, **options):
+    """The same search through one of the doors."""
+    model = torch_network()
+    if door == "pytorch":
+        tensors = [torch.from_numpy(batch) for batch in CALIBRATION]
+        if isinstance(labelled[0], tuple):
+            labelled = [tuple(map(torch.from_numpy, each)) for each in labelled]
+        return amct.pytorch.quantize_to(model, tensors, labelled, **options)
+    if door == "onnx":
+        return amct.onnx_model.quantize_to(onnx_file(model, folder), CALIBRATION, labelled, **options)
+    return amct.caffe.quantize_to(*caffe_pair(model, folder), CALIBRATION, labelled, **options)
+
+
+def batches(size=4):
+    wanted = labels()
+    return [(PICTURES[i : i + size], wanted[i : i + size]) for i in range(0, len(PICTURES), size)]
+
+
+@pytest.mark.parametrize("door", ["pytorch", "onnx", "caffe"])
+def test_the_goal_is_reached_with_a_certificate(door, tmp_path):
+    found = quantize_to(door, tmp_path, batches(), max_drop=3.0, seed=4)
+    certificate = found.certificate
+    assert certificate.met
+    assert certificate.loss <= 0.03
+    assert certificate.samples == 300
+    assert certificate.searched == 300
+    chosen = next(point for point in found.history if point.chosen)
+    assert chosen.cost < 4 * sum(each.values for each in found.prepared.freedom().values())
+    assert "never used in the search" in found.summary()
+    saved = found.save(tmp_path / "net")
+    document = read_quant_json(next(path for path in saved if path.name.endswith("quant.json")))
+    assert document.certificate == certificate
+    assert document.curve == found.history
+    losses = np.repeat([loss for loss, _ in certificate.losses], [count for _, count in certificate.losses])
+    assert losses.mean() == pytest.approx(certificate.loss)
+    again = upper_bound(losses, certificate.smallest, certificate.largest, certificate.error)
+    assert again == pytest.approx(certificate.bound)
+
+
+@pytest.mark.parametrize("door", ["pytorch", "onnx", "caffe"])
+def test_the_certificate_is_about_the_file(door, tmp_path):
+    """The drop of the saved QDQ file on all samples is that of both parts."""
+    found = quantize_to(door, tmp_path, batches(4), max_drop=5.0, choices=("float", "int8", "int4"))
+    saved = found.save(tmp_path / "net", formats=["qdq"])
+    session = pytest.importorskip("onnxruntime").InferenceSession(str(saved[0]))
+    name = session.get_inputs()[0].name
+    hits = np.concatenate([session.run(None, {name: x})[0].argmax(1) == y for x, y in batches(4)])
+    order = np.random.default_rng(0).permutation(len(PICTURES))[300:]
+    assert 1 - hits[order].mean() == pytest.approx(found.certificate.loss, abs=1 / 300)
+
+
+@pytest.mark.parametrize("door", ["pytorch", "onnx", "caffe"])
+def test_the_config_of_a_point_gives_the_same_settings(door, tmp_path):
+    found = quantize_to(door, tmp_path, batches(), max_drop=3.0)
+    config = tmp_path / "point.json"
+    config.write_text(json.dumps(next(point for point in found.history if point.chosen).config))
+    model = torch_network()
+    if door == "pytorch":
+        again = amct.pytorch.quantize(model, [torch.from_numpy(batch) for batch in CALIBRATION], config)
+    elif door == "onnx":
+        again = amct.onnx_model.quantize(onnx_file(model, tmp_path), CALIBRATION, config)
+    else:
+        again = amct.caffe.quantize(*caffe_pair(model, tmp_path), CALIBRATION, config)
+    assert again.layers == found.layers
+    for name in found.layers:
+        assert again.qparams[name].weight == found.qparams[name].weight
+        inputs, before = again.qparams[name].inputs, found.qparams[name].inputs  # observed behind other weights
+        assert {each: one.bits for each, one in inputs.items()} == {each: one.bits for each, one in before.items()}
+        assert [float(one.scale) for one in inputs.values()] == pytest.approx(
+            [float(one.scale) for one in before.values()], rel=0.1
+        )
+
+
+@pytest.mark.parametrize("goal", [{"min_agreement": 97.0}, {"min_sqnr": 20.0}])
+@pytest.mark.parametrize("door", ["pytorch", "onnx", "caffe"])
+def test_goals_without_labels(door, goal, tmp_path):
+    data = torch.from_numpy(PICTURES) if door == "pytorch" else PICTURES
+    size = 100 if door == "pytorch" else 4
+    found = quantize_to(door, tmp_path, [data[i : i + size] for i in range(0, 400, size)], **goal)
+    assert found.certificate.met

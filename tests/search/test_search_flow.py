@@ -1,0 +1,169 @@
+"""How a search goes on: few evaluations, resumed after a kill, impossible goals, evaluators of the user."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+from three_doors import torch_network
+
+import amct.pytorch
+from amct.errors import EvaluatorError
+from amct.search.judge import SampleJudge
+
+GENERATOR = np.random.default_rng(1)
+CALIBRATION = [torch.from_numpy(GENERATOR.normal(0.2, 1, (8, 3, 8, 8)).astype(np.float32)) for _ in range(3)]
+PICTURES = torch.from_numpy(GENERATOR.normal(0.2, 1, (800, 3, 8, 8)).astype(np.float32))
+MODEL = torch_network()
+with torch.no_grad():
+    LABELS = MODEL(PICTURES).argmax(1)
+
+
+def searched(**options):
+    options = {"max_drop": 2.0, **options}
+    return amct.pytorch.quantize_to(MODEL, CALIBRATION, (PICTURES, LABELS), **options)
+
+
+@pytest.fixture
+def judges(monkeypatch):
+    """Every judge that a search makes, to see how much it has measured."""
+    made = []
+    prepare = SampleJudge.prepare
+    monkeypatch.setattr(SampleJudge, "prepare", lambda self, base: made.append(self) or prepare(self, base))
+    return made
+
+
+def test_a_goal_that_8_bits_meet_takes_two_evaluations(judges):
+    found = searched(max_drop=10.0, choices=["float", "int8"])
+    assert found.certificate.met
+    assert judges[0].evaluations <= 2.0
+    assert set(found.history[0].choices.values()) == {"int8"}
+
+
+def test_the_same_seed_gives_the_same_result():
+    first, second = searched(seed=3), searched(seed=3)
+    assert first.history == second.history
+    assert first.certificate == second.certificate
+
+
+def test_two_searches_at_once():
+    found = {}
+    threads = [threading.Thread(target=lambda seed=seed: found.update({seed: searched(seed=seed)})) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {seed: each.certificate for seed, each in found.items()} == {
+        seed: searched(seed=seed).certificate for seed in (1, 2)
+    }
+
+
+def test_an_impossible_goal_ends_with_the_best_that_was_found(caplog):
+    wrong = (LABELS + torch.randint(1, 5, LABELS.shape, generator=torch.Generator().manual_seed(0))) % 5
+
+    def score(outputs, labels):  # one that no quantized model can keep: equal bits
+        del labels
+        reference = MODEL.fc.weight.detach().sum()
+        return np.asarray((outputs.double().sum(1) * 1e6 % 2 > 1) & bool(reference), np.float64)
+
+    found = amct.pytorch.quantize_to(MODEL, CALIBRATION, (PICTURES, wrong), max_drop=0.0, score=score, seed=1)
+    assert found.history
+    assert found.layers  # some layer is quantized, even so
+    if not found.certificate.met:
+        assert "the goal was not reached; this is the best result found" in caplog.text
+        assert "NOT met" in str(found.certificate)
+
+
+def test_limits_of_a_search(judges):
+    found = searched(max_drop=0.2, max_evaluations=2.5)
+    assert judges[0].evaluations <= 2.5
+    assert found.history
+    assert searched(max_drop=0.2, max_minutes=0).history
+
+
+class Killed(BaseException):
+    """As a signal ends a process."""
+
+
+def test_a_killed_search_goes_on_without_repeating_an_evaluation(tmp_path, judges, monkeypatch):
+    journal = tmp_path / "net.search.jsonl"
+    whole = searched(max_drop=0.7)
+    total = judges[-1].evaluations
+    original = amct.search.journal.Journal.add
+    for killed_after in itertools.count(1, 3):
+        calls = itertools.count()
+
+        def add(self, name, losses, calls=calls, killed_after=killed_after):
+            original(self, name, losses)
+            if next(calls) == killed_after:
+                raise Killed
+
+        monkeypatch.setattr(amct.search.journal.Journal, "add", add)
+        try:
+            found = searched(max_drop=0.7, resume=journal)
+        except Killed:
+            continue
+        break
+    assert found.history == whole.history
+    assert found.certificate == whole.certificate
+    assert not journal.exists()
+    assert len(judges) > 3
+    assert sum(judge.evaluations for judge in judges[1:]) <= total
+
+
+def test_each_better_result_is_shown_before_it_is_certified():
+    seen = []
+    found = searched(on_best=lambda each: seen.append(each))
+    assert seen
+    assert all(each.certificate is None for each in seen)
+    assert any(set(each.layers) == set(found.layers) for each in seen)
+
+
+# -- evaluators --------------------------------------------------------------------------------------------------------
+
+
+def accuracy(model):
+    with torch.no_grad():
+        return float((model(PICTURES).argmax(1) == LABELS).double().mean())
+
+
+def test_a_number_for_the_whole_model():
+    calls = []
+    found = amct.pytorch.quantize_to(
+        MODEL, CALIBRATION, max_drop=0.02, evaluate=lambda model: calls.append(1) or accuracy(model)
+    )
+    assert found.certificate.met
+    assert found.certificate.bound is None
+    assert "no bound for other data" in str(found.certificate)
+    assert accuracy(found.model) >= 0.98
+    assert len(calls) == 2 + len(found.history)
+
+
+def test_a_random_evaluator_is_averaged(caplog):
+    generator = np.random.default_rng(0)
+    found = amct.pytorch.quantize_to(
+        MODEL, CALIBRATION, max_drop=0.05, evaluate=lambda model: accuracy(model) + generator.normal(0, 1e-4)
+    )
+    assert "every number is the mean of 3 calls" in caplog.text
+    assert "vary by" in found.certificate.remark
+
+
+def test_an_evaluator_that_raises():
+    with pytest.raises(EvaluatorError, match="evaluate raised KeyError: 'dataset'"):
+        amct.pytorch.quantize_to(MODEL, CALIBRATION, max_drop=0.05, evaluate=lambda _: {}["dataset"])
+
+
+def test_learned_rounding_and_wide_inputs_are_choices():
+    found = searched(max_drop=3.0, choices=["int8", "adaround4", "int16"])
+    assert found.certificate.met
+    chosen = next(point for point in found.history if point.chosen).choices
+    assert set(chosen.values()) <= {"int8", "adaround4", "int16"}
+
+
+def test_latency_leaves_nothing_that_does_not_pay():
+    found = searched(max_drop=5.0, minimize="latency", choices=["float", "int8"])
+    assert found.placement == "auto"
+    assert found.certificate.met
