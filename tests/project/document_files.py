@@ -30,6 +30,10 @@ record {
   value { scale_d: 0.02 offset_d: -3 scale_w: 0.01 offset_w: 0 }
 }
 """
+MINE = """\
+message LayerParameter { optional MineParameter mine_param = 3000; }
+message MineParameter { optional float slope = 1; }
+"""
 NETS = """\
 from torch import nn
 
@@ -45,6 +49,7 @@ def make_files(folder: Path) -> None:
     from PIL import Image
 
     from amct_caffe import caffe
+    from caffe_tree import write_bones
 
     (folder / "deploy.prototxt").write_text(DEPLOY)
     net = caffe.Net(str(folder / "deploy.prototxt"), caffe.TEST)
@@ -53,6 +58,10 @@ def make_files(folder: Path) -> None:
     (folder / "quant.cfg").write_text(CONFIG)
     (folder / "record.txt").write_text(RECORD)
     (folder / "my_nets.py").write_text(NETS)
+    (folder / "custom.proto").write_text(
+        "message LayerParameter { optional MineParameter mine_param = 3000; }\n" + MINE
+    )
+    write_bones(folder / "caffe")
     (folder / "images").mkdir()
     generator = np.random.default_rng(0)
     for number in range(2):
