@@ -61,6 +61,21 @@ def test_explain_names_the_line_that_decides(capsys, model):
     assert fc.endswith("global field (quant.cfg:9:1)")
 
 
+@pytest.mark.parametrize("kind", ["ptq", "qat"])
+def test_explain_shows_which_layers_cannot_be_quantized_and_why(folder, capsys, kind):
+    rows = """layer { name: "rows" type: "Input" top: "rows" input_param { shape { dim: 5 dim: 5 } } }
+layer { name: "roi" type: "ROIPooling" bottom: "conv1" bottom: "rows" top: "roi"
+  roi_pooling_param { pooled_h: 2 pooled_w: 2 } }
+"""
+    (folder / "net.prototxt").write_text(PROTOTXT + rows)
+    (folder / "empty.cfg").write_text("")
+    assert main(["config", "explain", "empty.cfg", "--model", "net.prototxt", "--kind", kind]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("roi")]
+    assert re.fullmatch('roi +ROIPooling +left float +its bottom "rows" holds coordinates or indices, .*', line)
+    assert not any(line.startswith("data") for line in lines)
+
+
 @pytest.mark.usefixtures("folder")
 def test_explain_one_layer_shows_every_setting(capsys):
     assert main(["config", "explain", "quant.cfg", "--model", "layers.txt", "--layer", "conv2"]) == 0

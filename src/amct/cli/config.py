@@ -135,7 +135,12 @@ def explain(
     elif layer is not None:
         show("\n".join(aligned(_setting_lines(rows))))
     else:
-        show("\n".join(aligned(_layer_lines(rows))))
+        lines = _layer_lines(rows)
+        if kind in (ConfigKind.ptq, ConfigKind.qat):
+            listed = {row.layer for row in rows}
+            unlisted = [each for each in layers if each.name not in listed]
+            lines += [(each.name, each.type, "left float", each.refusal) for each in unlisted if each.refusal]
+        show("\n".join(aligned(lines)))
     _show_warnings(full)
 
 
