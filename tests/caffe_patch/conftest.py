@@ -6,7 +6,11 @@ import shutil
 import subprocess
 
 import pytest
-from quant_library import PATCH, QuantLibrary
+from make_messages import messages_of
+from quant_library import PATCH, SMALL, QuantLibrary
+from small_net import SmallCaffe
+
+from caffe_patch.merge_proto import merge
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +41,26 @@ def quant_lib_path(compile_cpp, tmp_path_factory):
 def library(quant_lib_path):
     """The library, called with NumPy arrays."""
     return QuantLibrary(quant_lib_path)
+
+
+@pytest.fixture(scope="session")
+def small_caffe(compile_cpp, tmp_path_factory):
+    """The layers of the patch, compiled with the small Caffe of these tests."""
+    folder = tmp_path_factory.mktemp("small_caffe")
+    target = folder / "libsmall.so"
+    return SmallCaffe(compile_cpp(target, *small_sources(folder), "-O0", "-fPIC", "-shared"))
+
+
+def small_sources(folder):
+    """The sources, then the options, of the layers with the small Caffe; made headers are written to a folder."""
+    base = merge.read_file(str(SMALL / "caffe.proto"))
+    merge.merge(base, merge.read_file(str(PATCH / "merge_proto" / "amct_custom.proto")))
+    for path, text in (
+        ("proto/caffe.pb.h", messages_of(base)),
+        ("util/quant.hpp", (PATCH / "quant_lib" / "quant.hpp").read_text()),
+    ):
+        (folder / "caffe" / path).parent.mkdir(parents=True)
+        (folder / "caffe" / path).write_text(text)
+    sources = [*SMALL.glob("*.cpp"), *(PATCH / "src").glob("**/*.cpp"), *(PATCH / "quant_lib").glob("*.cpp")]
+    warnings = ["-Wno-sign-compare", "-Wno-unused-parameter"]  # as Caffe compiles
+    return sources, *warnings, *(f"-I{each}" for each in (folder, SMALL, PATCH / "include", PATCH / "quant_lib"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 PATCH = Path(__file__).parents[2] / "src" / "caffe_patch"
+SMALL = Path(__file__).with_name("small_caffe")
 
 
 class IfmrSettings(ctypes.Structure):
@@ -129,6 +130,22 @@ class QuantLibrary:
         sizes = c_size_t(len(packed)), c_size_t(row_size)
         self.lib.quant_snq_decode(_at(packed), *sizes, _at(tables), c_size_t(len(tables)), _at(rows))
         return rows
+
+    def find_integers(self, rows, bias, scale_data):
+        """The integers and scales of a dequantized weight."""
+        integers, scales, count = np.empty(rows.shape, np.int8), np.empty(len(rows), np.float32), c_size_t()
+        sizes, added = [c_size_t(size) for size in rows.shape], None if bias is None else _at(bias)
+        places = _at(integers), _at(scales), byref(count)
+        self._check(self.lib.quant_find_integers(_at(rows), *sizes, added, c_float(scale_data), *places))
+        return integers, scales[: count.value]
+
+    def sum_steps(self, integers, scales, bias, scale_data):
+        """The bias in steps, and the step of each row."""
+        whole, steps = np.empty(len(integers), np.int32), np.empty(len(integers), np.float32)
+        sizes, added = [c_size_t(size) for size in integers.shape], None if bias is None else _at(bias)
+        given = _at(scales), c_size_t(scales.size), added, c_float(scale_data)
+        self.lib.quant_sum_steps(_at(integers), *sizes, *given, _at(whole), _at(steps))
+        return whole, steps
 
     def ulq(self, x, low, high, bits):
         """Rounded between two clips."""

@@ -19,6 +19,7 @@ from amct.caffe.engine.layers.ifmr import IfmrLayerObserver
 from amct.numerics import affine
 from amct.numerics.affine import SymmetricScale, integer_range, scalar_factors
 from amct.numerics.arq import WeightKind, arq, fake_quantize_weight
+from amct.numerics.integer import find_integer_weights, integer_bias, sum_scale
 from amct.numerics.settings import IfmrSettings
 from amct.numerics.snq import decode, pack_nibbles
 from amct.numerics.training.quantizers import ulq, ulq_factors, valid_clips
@@ -218,6 +219,52 @@ def test_tables_of_snq(library, size, tables, seed):
     np.testing.assert_array_equal(
         library.snq_decode(packed, size, table), decode(indices, torch.from_numpy(table), WeightKind.LINEAR)
     )
+
+
+@with_library
+@given(
+    seed=st.integers(0, 10000),
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 9)),
+    per_row=st.booleans(),
+    largest=st.sampled_from([127, 128, 127, 5, 1, 0]),
+    moved=st.booleans(),
+)
+def test_integers_of_dequantized_weights(library, seed, shape, per_row, largest, moved):
+    random = np.random.default_rng(seed)
+    integers = random.integers(-largest, largest + 1, shape).clip(-128, 127)
+    scales = np.exp(random.normal(size=(shape[0] if per_row else 1, 1)) * 3).astype(np.float32)
+    rows = np.ascontiguousarray(integers.astype(np.float32) * scales)
+    scale_data = np.float32(np.exp(random.normal()))
+    bias = (random.integers(-(10**5), 10**5, shape[0]) * (scales[:, 0].astype(np.float64) * scale_data)).astype(
+        np.float32
+    )
+    if moved:
+        rows.reshape(-1)[0] += 1e-3 * scales[0, 0]
+    for each in (None, bias):
+        tensor = None if each is None else torch.from_numpy(each)
+        wanted = find_integer_weights(torch.from_numpy(rows), tensor, torch.tensor(scale_data))
+        if wanted is None:
+            with pytest.raises(ValueError, match="on no grid of 8 bits"):
+                library.find_integers(rows, each, scale_data)
+            continue
+        found, steps = library.find_integers(rows, each, scale_data)
+        np.testing.assert_array_equal(found, wanted.integers)
+        np.testing.assert_array_equal(steps, wanted.scale)
+        whole, of_sums = library.sum_steps(found, steps, each, scale_data)
+        if tensor is None:
+            np.testing.assert_array_equal(of_sums, sum_scale(wanted.scale, torch.tensor(scale_data)).expand(len(rows)))
+        else:
+            for mine, theirs in zip(
+                (whole, of_sums), integer_bias(wanted, tensor, torch.tensor(scale_data)), strict=True
+            ):
+                np.testing.assert_array_equal(mine, theirs)
+
+
+def test_weights_that_are_no_numbers_are_on_no_grid(library):
+    with pytest.raises(ValueError, match="the weights or biases hold NaN or infinity"):
+        library.find_integers(np.array([[np.inf, 1]], np.float32), None, 1.0)
+    with pytest.raises(ValueError, match="the weights or biases hold NaN or infinity"):
+        library.find_integers(np.ones((1, 2), np.float32), np.array([np.nan], np.float32), 1.0)
 
 
 # -- ULQ, statistics, sums ---------------------------------------------------------------------------------------------

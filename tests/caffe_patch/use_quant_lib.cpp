@@ -33,6 +33,12 @@ int main() {
   quant_ulq_legal(&low, &high, -1, 1);
   failed += quant_arq(x.data(), 3, 7, 8, 1, scales.data()) + quant_arq(x.data(), 3, 7, 8, 0, scales.data());
   quant_fake_rows(x.data(), 3, 7, 8, scales.data(), 1, out.data());
+  std::vector<int8_t> integers(21);
+  std::vector<int32_t> bias_steps(3);
+  size_t scale_count;
+  failed += quant_find_integers(out.data(), 3, 7, nullptr, 0.5f, integers.data(), scales.data(), &scale_count);
+  failed += 1 - quant_find_integers(x.data(), 3, 7, x.data(), 0.5f, integers.data(), scales.data(), &scale_count);
+  quant_sum_steps(integers.data(), 3, 7, scales.data(), 1, x.data(), 0.5f, bias_steps.data(), out.data());
   const std::vector<uint8_t> packed(12, 0xf3);
   const std::vector<int8_t> table(16, 5);
   std::vector<int8_t> rows(21);

@@ -70,6 +70,15 @@ void quant_fake_rows(const float* rows, size_t row_count, size_t row_size, int b
 void quant_snq_decode(const uint8_t* packed, size_t row_count, size_t row_size, const int8_t* tables,
                       size_t table_count, int8_t* rows);
 
+// The integers and scales of weights that were rounded and dequantized: one scale, or one for each row. scales has room
+// for one of each row. bias may be null; it is whole steps of scale_data times a scale. Fails if they are on no grid.
+int quant_find_integers(const float* rows, size_t row_count, size_t row_size, const float* bias, float scale_data,
+                        int8_t* integers, float* scales, size_t* scale_count);
+// The step of the sums of each row with this data, and the bias in steps. A row of zeros has one step, its bias. bias may
+// be null, then there are no bias_steps.
+void quant_sum_steps(const int8_t* integers, size_t row_count, size_t row_size, const float* scales,
+                     size_t scale_count, const float* bias, float scale_data, int32_t* bias_steps, float* steps);
+
 // -- ULQ: rounding between two clips that are trained ------------------------------------------------------------------
 
 // Replaces a clip that an update made illegal by the last legal one; tells whether one was replaced.

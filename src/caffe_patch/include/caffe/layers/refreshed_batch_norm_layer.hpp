@@ -14,6 +14,7 @@ class RefreshedBatchNormLayer : public BatchNormLayer<Dtype> {
  public:
   explicit RefreshedBatchNormLayer(const LayerParameter& param) : BatchNormLayer<Dtype>(param), done_(0) {}
   virtual void LayerSetUp(const vector<Blob<Dtype>*>& bottom, const vector<Blob<Dtype>*>& top);
+  virtual void ToProto(LayerParameter* param, bool write_diff = false);
 
  protected:
   virtual void Forward_cpu(const vector<Blob<Dtype>*>& bottom, const vector<Blob<Dtype>*>& top);

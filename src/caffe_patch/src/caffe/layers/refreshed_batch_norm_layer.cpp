@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "caffe/util/amct_net.hpp"
 #include "caffe/util/io.hpp"
 
 namespace caffe {
@@ -45,6 +46,12 @@ void RefreshedBatchNormLayer<Dtype>::Forward_cpu(const vector<Blob<Dtype>*>& bot
   if (done_ < needed) return;
   Dump();
   this->use_global_stats_ = true;
+}
+
+template <typename Dtype>
+void RefreshedBatchNormLayer<Dtype>::ToProto(LayerParameter* param, bool write_diff) {
+  BatchNormLayer<Dtype>::ToProto(param, write_diff);
+  amct::MakePlain(param);
 }
 
 template <typename Dtype>

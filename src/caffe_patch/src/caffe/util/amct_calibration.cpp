@@ -72,7 +72,8 @@ std::string Watched::Failure() const {
 void Watched::Observe(const float* values, size_t count, const std::vector<int>& shape) {
   shape_ = shape;
   ++batches_;
-  if (observer_ != NULL) CHECK_EQ(quant_ifmr_observe(observer_, values, count), 0) << Failure();
+  if (observer_ == NULL) return;
+  CHECK_EQ(quant_ifmr_observe(observer_, values, count), 0) << Failure();
 }
 
 void Watched::Find(quant_ifmr_result* result) const {

@@ -1,0 +1,459 @@
+"""The layers of the patch against those of the engine, on nets that the engine wrote, in a small Caffe of the tests."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from small_net import TEST, TRAIN
+
+import amct_caffe as amct
+from amct.caffe import pycaffe as caffe
+from amct.caffe.engine.layers.batch_norm import dump_path
+from amct.caffe.engine.wire import read_weights
+from amct.record import read_caffe_record
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BODY = """name: "small"
+layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 2 dim: 4 dim: 6 dim: 6 } } }
+layer { name: "conv1" type: "Convolution" bottom: "data" top: "conv1"
+  convolution_param { num_output: 6 kernel_size: 3 pad: 1 group: 2 } }
+layer { name: "relu1" type: "ReLU" bottom: "conv1" top: "relu1" }
+layer { name: "up" type: "Deconvolution" bottom: "relu1" top: "up"
+  convolution_param { num_output: 4 kernel_size: 2 stride: 2 group: 2 } }
+layer { name: "conv2" type: "Convolution" bottom: "up" top: "conv2"
+  convolution_param { num_output: 3 kernel_size: 3 stride: 2 bias_term: false } }
+layer { name: "fc1" type: "InnerProduct" bottom: "conv2" top: "fc1"
+  inner_product_param { num_output: 8 transpose: true } }
+layer { name: "relu2" type: "ReLU" bottom: "fc1" top: "relu2" }
+layer { name: "fc2" type: "InnerProduct" bottom: "relu2" top: "fc2" inner_product_param { num_output: 5 } }
+"""
+SHAPE = (2, 4, 6, 6)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    monkeypatch.setenv("AMCT_LOG_LEVEL", "error")
+    monkeypatch.chdir(tmp_path)
+
+
+@dataclass
+class Flow:
+    """The files of one run of the functions of amct_caffe."""
+
+    folder: Path
+
+    def __post_init__(self):
+        (self.folder / "net.prototxt").write_text(BODY)
+        net = caffe.Net(str(self.folder / "net.prototxt"), caffe.TEST)
+        random = np.random.default_rng(7)
+        for blobs in net.params.values():
+            for blob in blobs:
+                blob.data[...] = random.normal(size=blob.shape) * 0.3
+        net.save(str(self.folder / "net.caffemodel"))
+
+    def path(self, name):
+        return self.folder / name
+
+    def text(self, *names):
+        return [str(self.path(name)) for name in names]
+
+    def prepare(self, config="batch_num: 2", **changes):
+        """Up to the calibration model: ``changes`` are set in every layer of the JSON that can be quantized."""
+        self.path("quant.cfg").write_text(config)
+        amct.create_quant_config(
+            *self.text("config.json", "net.prototxt", "net.caffemodel"), config_defination=str(self.path("quant.cfg"))
+        )
+        content = json.loads(self.path("config.json").read_text())
+        for layer in content.values():
+            if isinstance(layer, dict) and "activation_quant_params" in layer:
+                layer["activation_quant_params"].update(changes)
+                layer["quant_enable"] = True
+        self.path("config.json").write_text(json.dumps(content))
+        self.graph = amct.init(*self.text("config.json", "net.prototxt", "net.caffemodel", "record.txt"))
+        amct.weights_quantize_model(self.graph, *self.text("modified.prototxt", "modified.caffemodel"))
+        amct.activation_quantize_model(self.graph, *self.text("modified.prototxt", "modified.caffemodel"))
+        return self
+
+    def engine(self, name, phase=caffe.TEST):
+        return caffe.Net(*self.text(f"{name}.prototxt", self.weights(name)), phase)
+
+    def weights(self, name):
+        return f"{name.replace('_model', '_weights')}.caffemodel"
+
+    def files(self, name):
+        return self.path(f"{name}.prototxt"), self.path(self.weights(name))
+
+    def save(self):
+        """Calibrate in the engine and write both models."""
+        net = self.engine("modified")
+        for seed in range(2):
+            net.forward(data=batch(seed))
+        amct.save_model(self.graph, "Both", str(self.path("net")))
+        return self
+
+
+def batch(seed, shape=SHAPE):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+# -- Calibration -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"with_offset": False}, {"num_bits": 12}, {"search_step": 0.03}])
+def test_the_record_is_that_of_the_engine(small_caffe, tmp_path, changes):
+    flow = Flow(tmp_path).prepare(**changes)
+    before = flow.path("record.txt").read_text()
+    assert "factors_from" in flow.path("modified.prototxt").read_text()
+    net = small_caffe.net(*flow.files("modified"))
+    small_caffe.log()
+    for seed in range(2):
+        assert not flow.path("record.txt.progress.json").exists() or seed
+        net.forward(data=batch(seed))
+    found = flow.path("record.txt").read_text()
+    flow.path("record.txt").write_text(before)
+    other = flow.engine("modified")
+    for seed in range(2):
+        wanted = other.forward(data=batch(seed))
+    assert_same_record(found, flow.path("record.txt").read_text())
+    np.testing.assert_allclose(net.get("fc2"), wanted["fc2"].reshape(-1), rtol=1e-5, atol=1e-5)
+
+
+def assert_same_record(found, wanted):
+    """The same keys in the same order; scales within 1e-6."""
+    numbers = re.compile(r"(scale_[dw]): (\S+)")
+    assert numbers.sub(r"\1", found) == numbers.sub(r"\1", wanted)
+    values = [[float(each[1]) for each in numbers.findall(text)] for text in (found, wanted)]
+    np.testing.assert_allclose(*values, rtol=1e-6)
+    assert values[0]
+
+
+def test_what_a_calibration_says(small_caffe, tmp_path):
+    flow = Flow(tmp_path).prepare()
+    net = small_caffe.net(*flow.files("modified"))
+    small_caffe.log()
+    net.forward(data=batch(0))
+    assert small_caffe.log() == ["calibration: 1/2 batches"]
+    progress = json.loads(flow.path("record.txt.progress.json").read_text())
+    assert progress == {
+        "version": 1,
+        "layers": {name: [1, 2] for name in ("conv1", "conv2", "fc1", "fc2", "relu1", "relu2", "up")},
+    }
+    with pytest.raises(Exception, match=r"Cannot find scale_d of layer 'conv1' in record file.*1.*2"):
+        amct.save_model(flow.graph, "Both", str(flow.path("net")))
+    net.forward(data=batch(1))
+    said = small_caffe.log()
+    assert said[0] == "Do layer conv1 activation calibration success!"
+    assert len(said) == 7
+    assert not flow.path("record.txt.progress.json").exists()
+    net.forward(data=batch(2))
+    assert small_caffe.log() == []
+    amct.save_model(flow.graph, "Both", str(flow.path("net")))
+    assert flow.path("net_deploy_model.prototxt").exists()
+
+
+def test_two_nets_with_one_record_do_not_share_a_calibration(small_caffe, tmp_path):
+    flow = Flow(tmp_path).prepare()
+    nets = [small_caffe.net(*flow.files("modified")) for _ in range(2)]
+    nets[0].forward(data=batch(0))
+    nets[1].forward(data=batch(1))
+    assert "scale_d" not in flow.path("record.txt").read_text()
+    nets[0].forward(data=batch(1))
+    assert flow.path("record.txt").read_text().count("scale_d") == 7
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('object_layer: "conv1"', "", "needs object_layer"),
+        ("record.txt", "missing.txt", r'the record ".*missing.txt" does not exist; a prototxt creates no files'),
+        ("batch_num: 2", "batch_num: 0", "batch_num: expected above 0"),
+        ("num_bits_d: 8", "num_bits_d: 1", r'layer "conv1_ifmr" \(IFMR\): num_bits_d: expected 2..16, got 1'),
+        ("search_step: 0.01", "search_step: 0", "search_step: expected above 0"),
+        ("num_bits_d: 8", 'settings: "{}"', "a patched Caffe computes IFMR only"),
+        ("num_bits_d: 8", 'factors_from: "relu1"', r'factors_from: "relu1" is no IFMR layer that watches its bottom'),
+    ],
+)
+def test_calibration_models_that_are_wrong(small_caffe, tmp_path, old, new, message):
+    flow = Flow(tmp_path).prepare()
+    text = flow.path("modified.prototxt").read_text()
+    assert old in text
+    flow.path("modified.prototxt").write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=message):
+        small_caffe.net(*flow.files("modified")).forward(data=batch(0))
+
+
+def test_data_that_cannot_be_calibrated(small_caffe, tmp_path):
+    flow = Flow(tmp_path).prepare()
+    net = small_caffe.net(*flow.files("modified"))
+    wrong = batch(0)
+    wrong[0, 0, 0, 0] = np.inf
+    message = r'IfmrQuantWithOffset scale is illegal: layer "conv1", input 0: .* 0 NaN and 1 infinite values among 288'
+    with pytest.raises(ValueError, match=message):
+        net.forward(data=wrong)
+    net = small_caffe.net(*flow.files("modified"))
+    net.forward(data=batch(0) * 0)
+    with pytest.raises(ValueError, match=r'IfmrQuantWithOffset scale is illegal: layer "conv1", input 0: .*too large'):
+        net.forward(data=np.float32(1e30) * batch(1))
+
+
+# -- Quantized models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config", ["batch_num: 2", "batch_num: 2 common_config { snq_quantize { channel_wise: true } }"]
+)
+@pytest.mark.parametrize("double", [False, True])
+def test_fake_quant_and_deploy_models(small_caffe, tmp_path, config, double):
+    flow = Flow(tmp_path).prepare(config).save()
+    for kind in ("fake_quant", "deploy"):
+        name = f"net_{kind}_model"
+        net = small_caffe.net(*flow.files(name), double=double)
+        other = flow.engine(name)
+        for seed in range(3, 5):
+            wanted = other.forward(data=batch(seed))["fc2"].reshape(-1)
+            found = net.forward(data=batch(seed)).get("fc2")
+            np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+            if kind == "deploy":
+                assert np.array_equal(found.astype(np.float32), wanted)
+                for blob in ("conv1_quant", "conv1_int32", "up_quant", "conv2_int32"):
+                    np.testing.assert_array_equal(net.get(blob), other.blobs[blob].data.reshape(-1))
+        other_size = batch(6, (3, 4, 6, 6))
+        other.blobs["data"].reshape(*other_size.shape)
+        wanted = other.forward(data=other_size)["fc2"].reshape(-1)
+        found = net.forward(data=other_size).get("fc2")
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_sums_beyond_float32_are_exact(small_caffe, tmp_path):
+    flow = Flow(tmp_path).prepare(num_bits=16, with_offset=False).save()
+    net, other = small_caffe.net(*flow.files("net_deploy_model")), flow.engine("net_deploy_model")
+    wanted = other.forward(data=batch(3) * 100)["fc2"].reshape(-1)
+    found = net.forward(data=batch(3) * 100).get("fc2")
+    assert np.abs(other.blobs["conv1_int32"].data).max() > 2**24
+    np.testing.assert_array_equal(found.astype(np.float32), wanted)
+
+
+def test_a_quantized_net_is_saved_as_it_is_in_the_file(small_caffe, tmp_path):
+    flow = Flow(tmp_path).prepare().save()
+    saved = small_caffe.net(*flow.files("net_deploy_model")).saved()
+    assert 'type: "Convolution"' in saved
+    assert "on integers" not in saved
+    assert "integer_param" not in saved
+    assert saved.count("int8_data") == 5
+    flow.path("saved.prototxt").write_text(saved)
+
+
+def test_the_gradient_of_a_fake_quant_model(small_caffe, tmp_path):
+    flow = Flow(tmp_path).prepare().save()
+    path = flow.path("net_fake_quant_model.prototxt")
+    path.write_text("force_backward: true\n" + path.read_text())
+    net, other = small_caffe.net(*flow.files("net_fake_quant_model")), flow.engine("net_fake_quant_model")
+    upstream = batch(9, (2, 5))
+    net.forward(data=batch(3) * 2)
+    net.backward(fc2=upstream)
+    other.forward(data=batch(3) * 2)
+    other.blobs["fc2"].diff[...] = upstream
+    wanted = other.backward(fc2=upstream)["data"].reshape(-1)
+    np.testing.assert_allclose(net.get("data", gradient=True), wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_quantized_models_that_are_wrong(small_caffe, tmp_path):
+    flow = Flow(tmp_path).prepare().save()
+    deploy = flow.path("net_deploy_model.prototxt")
+    text = deploy.read_text()
+
+    def load(changed):
+        flow.path("changed.prototxt").write_text(changed)
+        return small_caffe.net(flow.path("changed.prototxt"), flow.path("net_deploy_weights.caffemodel"))
+
+    with pytest.raises(ValueError, match=r'layer "conv1_quant" \(Quant\): quant_param: scale is illegal'):
+        load(re.sub(r"scale: \S+", "scale: 0", text, count=1))
+    with pytest.raises(ValueError, match="offset is illegal"):
+        load(re.sub(r"offset: -?\d+", "offset: 1000", text, count=1))
+    with pytest.raises(ValueError, match="each bottom comes from a Quant layer"):
+        load(text.replace('object_layer: "conv1"', 'object_layer: "nothing"', 1))
+    with pytest.raises(ValueError, match="the weights of a deploy model are needed"):
+        small_caffe.net(deploy).forward(data=batch(0))
+    with pytest.raises(ValueError, match="the caffemodel has 108 values for a blob"):
+        load(text.replace("kernel_size: 3", "kernel_size: 1", 1))
+    wrong = batch(0)
+    wrong[0, 0, 0, 0] = np.nan
+    with pytest.raises(ValueError, match=r'layer "conv1_quant" \(Quant\): NaN cannot be quantized: 1 of 288'):
+        load(text).forward(data=wrong)
+    with pytest.raises(ValueError, match="a deploy model has no gradients"):
+        load(text).backward(fc2=batch(9, (2, 5)))
+
+
+def test_statistics_that_are_refreshed(small_caffe, tmp_path):
+    path = tmp_path / "bn.prototxt"
+    path.write_text(
+        f"""layer {{ name: "in" type: "Input" top: "data" input_param {{ shape {{ dim: 2 dim: 4 dim: 6 dim: 6 }} }} }}
+        layer {{ name: "a/b n" type: "BatchNorm" bottom: "data" top: "out" batch_norm_param {{ use_global_stats: false
+        moving_average_fraction: 0.9 update_iterations: 2 dump_dir: "{tmp_path}" }} }}"""
+    )
+    stored = [np.full(4, 0.5), np.full(4, 2.0), np.ones(1)]
+    results = []
+    for net in (small_caffe.net(path), caffe.Net(str(path), caffe.TEST)):
+        dump = dump_path(tmp_path, "a/b n")
+        dump.unlink(missing_ok=True)
+        for index, values in enumerate(stored):
+            if hasattr(net, "put"):
+                net.put("a/b n", values, index)
+            else:
+                net.params["a/b n"][index].data[...] = values
+        tops = []
+        for seed in range(3):
+            assert dump.exists() == (seed > 1)
+            given = batch(seed) * 3 + 1
+            found = net.forward(data=given)
+            tops.append(found.get("out") if hasattr(net, "put") else found["out"].reshape(-1).copy())
+        layers = read_weights(dump.read_bytes(), str(dump))
+        results.append((tops, [np.array(blob.values) for blob in layers[0].blobs], layers[0].name))
+    assert results[0][2] == results[1][2] == "a/b n"
+    for mine, wanted in zip(*[(*tops, *blobs) for tops, blobs, _ in results], strict=True):
+        np.testing.assert_allclose(mine.reshape(-1), wanted.reshape(-1), rtol=1e-4, atol=1e-5)
+    assert [line for line in small_caffe.log() if "refreshed" in line][-1] == (
+        "layer a/b n: statistics refreshed by 2/2 batches"
+    )
+    assert 'type: "BatchNorm"' in small_caffe.net(path).saved()
+
+
+# -- Training ----------------------------------------------------------------------------------------------------------
+
+TRAINED = {"conv1": 2, "up": 2, "conv2": 1, "fc1": 2, "fc2": 2}
+
+
+def retraining(flow, text=None):
+    """Write the model that is trained."""
+    if text is not None:
+        flow.path("retrain.cfg").write_text(text)
+    config = flow.text("retrain.cfg") if text else []
+    amct.create_quant_retrain_config(*flow.text("config.json", "net.prototxt", "net.caffemodel"), *config)
+    amct.create_quant_retrain_model(
+        *flow.text(
+            "net.prototxt", "net.caffemodel", "config.json", "trained.prototxt", "trained.caffemodel", "record.txt"
+        )
+    )
+    path = flow.path("trained.prototxt")
+    path.write_text("force_backward: true\n" + path.read_text())
+    return flow
+
+
+def clips(net, layer, index):
+    return net.get(layer, index) if hasattr(net, "put") else net.params[layer][index].data.reshape(-1)
+
+
+def test_training_steps_are_those_of_the_engine(small_caffe, tmp_path):
+    flow = retraining(Flow(tmp_path))
+    mine = small_caffe.net(*flow.files("trained"), phase=TRAIN)
+    other = flow.engine("trained", caffe.TRAIN)
+    rounding = [name for name in other.params if other.layer_dict[name].type == "RetrainDataQuant"]
+    assert len(rounding) == 5
+    for seed in range(4):
+        upstream = batch(seed + 50, (2, 5))
+        mine.forward(data=batch(seed))
+        mine.backward(fc2=upstream)
+        other.clear_param_diffs()
+        other.forward(data=batch(seed))
+        wanted = other.backward(fc2=upstream)["data"].reshape(-1)
+        np.testing.assert_allclose(mine.get("data", gradient=True), wanted, atol=2e-5 * np.abs(wanted).max())
+        for layer, blobs in other.params.items():
+            for index, blob in enumerate(blobs):
+                gradient, wanted = mine.get(layer, index, gradient=True), blob.diff.reshape(-1)
+                np.testing.assert_allclose(gradient, wanted, atol=1e-4 * max(1e-3, np.abs(wanted).max()))
+                mine.put(layer, mine.get(layer, index) - 0.01 * gradient, index)
+                blob.data[...] -= 0.01 * blob.diff
+                np.testing.assert_allclose(mine.get(layer, index), blob.data.reshape(-1), rtol=1e-4, atol=1e-4)
+    assert all(clips(other, name, 2).any() for name in rounding)
+
+
+def test_the_record_of_the_test_phase(small_caffe, tmp_path):
+    flow = retraining(Flow(tmp_path))
+    records = []
+    for kind in ("mine", "engine"):
+        if kind == "mine":
+            net = small_caffe.net(*flow.files("trained"), phase=TRAIN)
+            tested = small_caffe.net(*flow.files("trained"), phase=TEST)
+            net.forward(data=batch(0))
+            tested.share(net)
+        else:
+            net, tested = (flow.engine("trained", phase) for phase in (caffe.TRAIN, caffe.TEST))
+            net.forward(data=batch(0))
+            tested.share_with(net)
+        tested.forward(data=batch(1))
+        records.append(flow.path("record.txt").read_text())
+        flow.path("record.txt").write_text("")
+    assert_same_record(*records)
+    assert len(read_caffe_record_text(records[0], flow)) == 5
+    assert [line for line in small_caffe.log() if "wrote" in line] == [
+        f"wrote the factors of 5 retrained layers to {flow.path('record.txt')}"
+    ]
+
+
+def read_caffe_record_text(text, flow):
+    flow.path("copy.txt").write_text(text)
+    return read_caffe_record(flow.path("copy.txt")).layers
+
+
+def test_clips_that_an_update_made_illegal(small_caffe, tmp_path):
+    flow = retraining(Flow(tmp_path))
+    net, other = small_caffe.net(*flow.files("trained"), phase=TRAIN), flow.engine("trained", caffe.TRAIN)
+    name = next(layer for layer in other.params if other.layer_dict[layer].type == "RetrainDataQuant")
+    net.forward(data=batch(0))
+    other.forward(data=batch(0))
+    net.put(name, [-1.0], 0)
+    other.params[name][0].data[...] = -1.0
+    net.forward(data=batch(1))
+    wanted = other.forward(data=batch(1))["fc2"].reshape(-1)
+    np.testing.assert_allclose(net.get("fc2"), wanted, atol=1e-5)
+    for index in range(3):
+        np.testing.assert_allclose(net.get(name, index), clips(other, name, index), rtol=1e-6)
+
+
+def test_trained_nets_that_are_wrong(small_caffe, tmp_path):
+    flow = retraining(Flow(tmp_path))
+    text = flow.path("trained.prototxt").read_text()
+
+    def build(old, new, phase=TRAIN):
+        assert old in text
+        flow.path("changed.prototxt").write_text(text.replace(old, new, 1))
+        return small_caffe.net(flow.path("changed.prototxt"), flow.path("trained.caffemodel"), phase)
+
+    with pytest.raises(ValueError, match="Set test_initialization: false"):
+        build('"conv1"', '"conv1"', TEST).forward(data=batch(0))
+    with pytest.raises(ValueError, match="retrain_data_quant_param needs object_layer"):
+        build('retrain_data_quant_param {\n    object_layer: "conv1"', "retrain_data_quant_param {")
+    with pytest.raises(ValueError, match='object_layer: "nothing" is no layer with weights'):
+        build(
+            'retrain_weight_quant_param {\n    object_layer: "conv1"',
+            'retrain_weight_quant_param { object_layer: "nothing"',
+        )
+    with pytest.raises(ValueError, match="it has no weights that a RetrainWeightQuant could round"):
+        build(
+            'retrain_weight_quant_param {\n    object_layer: "conv1"',
+            'retrain_weight_quant_param { object_layer: "relu1"',
+        )
+    with pytest.raises(ValueError, match=r"num_bits_w: bits: expected 2\.\.16, got 1"):
+        build("num_bits_w: 8", "num_bits_w: 1")
+    wrong = batch(0)
+    wrong[0, 0, 0, 0] = np.nan
+    with pytest.raises(ValueError, match=r"IfmrQuantWithOffset scale is illegal: .*1 NaN"):
+        build('"conv1"', '"conv1"').forward(data=wrong)
+
+
+def test_a_trained_net_is_saved_with_the_weights_that_are_trained(small_caffe, tmp_path):
+    flow = retraining(Flow(tmp_path))
+    net = small_caffe.net(*flow.files("trained"), phase=TRAIN)
+    net.forward(data=batch(0))
+    saved = net.saved()
+    assert "with rounded weights" not in saved
+    assert 'type: "RetrainWeightQuant"' in saved
+    weight = flow.engine("trained").params["fc2"][0].data.reshape(-1)
+    np.testing.assert_allclose(net.get("fc2", 0), weight, rtol=1e-6)
