@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from amct.atomic._disk import is_file, is_folder
 from amct.atomic._files import (
+    AnyPath,
     FileGroup,
     check_writable,
     modify,
@@ -36,6 +37,7 @@ from amct.atomic._files import (
 from amct.atomic._group import Snapshot, check_whole
 
 __all__ = [
+    "AnyPath",
     "FileGroup",
     "Snapshot",
     "check_whole",

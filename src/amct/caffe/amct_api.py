@@ -11,7 +11,6 @@ only that of rank 0 writes, and the functions that write a model wait for it.
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING
 
 from amct import log
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-logger = logging.getLogger(__name__)
+    from amct.atomic import AnyPath
 
-AnyPath = str | os.PathLike[str]
+logger = logging.getLogger(__name__)
 
 
 def set_gpu_mode() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from amct.arguments import input_file
-from amct.atomic import Snapshot
+from amct.atomic import AnyPath, Snapshot
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.net import Net
 from amct.caffe.model import caffe_batches, read_model, read_test_net, run_net, sample_count
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AnyPath = str | os.PathLike[str]
 FilePair = tuple[AnyPath, AnyPath]
 """A prototxt and its caffemodel."""
 

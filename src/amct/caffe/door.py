@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from typing_extensions import Unpack
 
+    from amct.atomic import AnyPath
     from amct.caffe.engine.net import Net
     from amct.caffe.model import Batch
     from amct.caffe.ptq.deploy import Results
@@ -77,8 +77,6 @@ if TYPE_CHECKING:
     from amct.search.request import SearchOptions
 
 logger = logging.getLogger(__name__)
-
-AnyPath = str | os.PathLike[str]
 
 
 @log.screen_only()

@@ -35,12 +35,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from amct.atomic import FileGroup
+    from amct.atomic import AnyPath, FileGroup
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.proto_merge import CustomSchema
     from amct.pipeline.batches import BatchInputs
 
-    AnyPath = str | os.PathLike[str]
 
 FEEDFORWARD_TYPES = tuple(name for name, kind in KIND_OF_CAFFE_TYPE.items() if kind.folds_batch_norm)
 """Types with weights and without a hidden state: convolutions and inner products."""

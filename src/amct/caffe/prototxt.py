@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection
 
+    from amct.atomic import AnyPath
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.proto_merge import CustomSchema
 
-    AnyPath = str | os.PathLike[str]
 
 _IN_PLACE = (
     "ReLU", "PReLU", "ELU", "Sigmoid", "TanH", "Clip", "ReLU6", "Dropout", "BatchNorm", "BN", "Scale", "Bias"

@@ -17,18 +17,17 @@ from amct.report.network import Box, merged_chains
 from amct.report.page import write_page
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
+    from amct.atomic import AnyPath
     from amct.caffe.comparing import FilePair
     from amct.caffe.engine.messages import ProtoMessage
     from amct.pipeline.batches import BatchInputs
     from amct.report.measuring import Metric
     from amct.report.network import Network
 
-    AnyPath = str | os.PathLike[str]
 
 _FLOAT_BYTES = 4
 

@@ -44,12 +44,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from amct.atomic import AnyPath
     from amct.config.plan import Plan
     from amct.pytorch.capture.trace import Traced
 
 logger = logging.getLogger(__name__)
-
-AnyPath = str | os.PathLike[str]
 
 
 pytorch_function = amct_function(

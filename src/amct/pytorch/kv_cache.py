@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from amct.atomic import AnyPath
     from amct.calibration import CalibrationResult
     from amct.config.ptq.kv_cache import KvCacheLayerPlan
     from amct.config.simple_config import FullConfig
@@ -59,7 +60,6 @@ logger = logging.getLogger(__name__)
 
 KV_CACHE_QUANT = "kv_cache_quant"
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the latter only
-AnyPath = str | os.PathLike[str]
 
 
 @pytorch_function

@@ -7,7 +7,6 @@ factors of a single input directly in ``value``: they are read as factors of inp
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
+    from amct.atomic import AnyPath
     from amct.errors import Position
     from amct.record.prune import AttributeType, AttributeValue
     from amct.schema import Schema, TextMessage
 
 
 Form = Literal["text", "binary"]
-AnyPath = str | os.PathLike[str]
 
 _RecordT = TypeVar("_RecordT", Record, CaffeRecord)
 

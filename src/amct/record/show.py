@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from amct import atomic
 from amct.errors import ArgumentError
-from amct.record.files import AnyPath, Form, encode_record, form_of, read_any_record
+from amct.record.files import Form, encode_record, form_of, read_any_record
 from amct.record.prune import PruneNode, PruneRecord
 from amct.record.records import AnyLayer, AnyRecord, CaffeLayerRecord, CaffeRecord, DataFactors, Record, RecordDialect
 from amct.schema import shortest_float
@@ -16,6 +16,7 @@ from amct.schema import shortest_float
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from amct.atomic import AnyPath
     from amct.record.records import KvCacheRecord, LayerRecord
 
 

@@ -20,7 +20,7 @@ from amct.record.records import CaffeLayerRecord, CaffeRecord, DataFactors, KvCa
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from amct.record.files import AnyPath
+    from amct.atomic import AnyPath
     from amct.record.records import AnyLayer, AnyRecord
 
 _RECORD = b'record {\n  key: "'

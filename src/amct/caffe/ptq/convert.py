@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +23,11 @@ from amct.record import normalize_record, read_caffe_record, validate_record
 from amct.record.conversion import caffe_layer_qparams
 
 if TYPE_CHECKING:
+    from amct.atomic import AnyPath
     from amct.record import CaffeRecord
 
 logger = logging.getLogger(__name__)
 
-AnyPath = str | os.PathLike[str]
 
 DATA_TYPES = (
     "PassThrough", "Pooling", "PSROIPooling", "ROIPooling", "SPP", "Upsample", "Eltwise", "Slice", "Concat", "Softmax",

@@ -31,6 +31,7 @@ from amct.numerics.balancing import ChannelStatistics, ConsumerNoise, choose_fac
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
+    from amct.atomic import AnyPath
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.net import Net
     from amct.caffe.model import Batch, CaffeModel
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AnyPath = str | os.PathLike[str]
 CONVOLUTIONS = ("Convolution", "DepthwiseConv")
 PASSING = ("ReLU", "PReLU", "Dropout", "Pooling", "Split")
 

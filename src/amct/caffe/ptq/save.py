@@ -36,6 +36,7 @@ from amct.schema import format_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from amct.atomic import AnyPath
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import QuantizedNet
     from amct.caffe.ptq.folding import FusionReport
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AnyPath = str | os.PathLike[str]
 PAIRS = ("fake_quant", "deploy")
 """The formats that are a prototxt and a caffemodel."""
 CAFFE_FORMATS = {"Fakequant": ("fake_quant", RECORD), "Deploy": ("deploy", RECORD), "Both": (*PAIRS, RECORD)}

@@ -5,7 +5,7 @@ create_quant_retrain_config → create_quant_retrain_model → the user's own so
 
 from __future__ import annotations
 
-import os
+from typing import TYPE_CHECKING
 
 from amct.arguments import input_file, output_file
 from amct.caffe.prototxt import caffe_function
@@ -14,7 +14,8 @@ from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_c
 from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
 from amct.export.request import SaveRequest
 
-AnyPath = str | os.PathLike[str]
+if TYPE_CHECKING:
+    from amct.atomic import AnyPath
 
 
 @caffe_function

@@ -33,13 +33,13 @@ from amct.schema import format_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from amct.atomic import AnyPath
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.solvers.solver import Action
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.save import Inference
     from amct.caffe.qat.save import TrainedResults
 
-AnyPath = str | os.PathLike[str]
 FORMATS = ("fake_quant", "deploy", "qdq")
 REPORT_BATCHES = 2
 _NETS = ("net", "net_param", "train_net", "train_net_param", "test_net", "test_net_param", "weights")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from amct.atomic import AnyPath
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
     from amct.config.plan import RetrainLayerPlan, RetrainPlan
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AnyPath = str | os.PathLike[str]
 _CLIP_BLOBS = ("clip_max", "clip_min", "legal_clips")
 _NEVER_NEGATIVE = ("ReLU6", "Sigmoid", "Softmax", "AbsVal", "BNLL", "Exp")
 _KEEPS_SIGN = ("Pooling", "Dropout", "LRN", "Normalize", "Interp", "Upsample")

@@ -7,7 +7,6 @@ is compared with them. Batch norms are folded without touching the integers that
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from amct.atomic import AnyPath
     from amct.caffe.engine.messages import ProtoMessage
     from amct.config.plan import RetrainPlan
     from amct.export.check.losses import Reference
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AnyPath = str | os.PathLike[str]
 TRAINED_AS_IT_IS = ExportOptions(placement=Placement.EXACT.value, target=Target.EXACT8.value)
 """Options of the QDQ file: it has the integers that were trained, and no others."""
 

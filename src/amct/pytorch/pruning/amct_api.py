@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from amct.atomic import AnyPath
     from amct.config.plan import CompressionPlan
     from amct.pytorch.capture.trace import Traced
 
 logger = logging.getLogger(__name__)
 
-AnyPath = str | os.PathLike[str]
 
 _RECORD = "amct_prune_record"
 """The attribute of such a model that tells where its record is."""

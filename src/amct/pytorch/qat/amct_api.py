@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from amct.atomic import AnyPath
     from amct.config.plan import RetrainPlan
     from amct.pytorch.preparation import TorchPreparation
     from amct.record import PruneRecord
 
 logger = logging.getLogger(__name__)
 
-AnyPath = str | os.PathLike[str]
 
 PRUNED = "amct_pruned_channels"
 """The attribute that tells what was pruned of a model that AMCT's functions for pruning made, to know its record."""
