@@ -389,19 +389,54 @@ def test_every_type_with_weights(tmp_path, trained, monkeypatch):
     np.testing.assert_array_equal(found, steps)
 
 
-TIME_MAJOR = """
-layer { name: "x" type: "DummyData" top: "x" dummy_data_param { shape { dim: 5 dim: 2 dim: 3 dim: 4 dim: 4 } } }
-layer { name: "flat" type: "Reshape" bottom: "x" top: "flat" reshape_param { shape { dim: 10 dim: 48 } } }
-layer { name: "fc" type: "InnerProduct" bottom: "flat" top: "fc"
-  inner_product_param { num_output: 4 weight_filler { type: "xavier" } } }
-layer { name: "y" type: "Reshape" bottom: "fc" top: "y" reshape_param { shape { dim: 5 dim: 2 dim: 4 } } }
-layer { name: "loss" type: "Reduction" bottom: "y" top: "loss" loss_weight: 1 }
-"""
+def made(name, *shape, filler="gaussian", value="std: 1"):
+    """A layer that makes data of a fixed shape."""
+    sizes = " ".join(f"dim: {size}" for size in shape)
+    options = f'shape {{ {sizes} }} data_filler {{ type: "{filler}" {value} }}'
+    return f'layer {{ name: "{name}" type: "DummyData" top: "{name}" dummy_data_param {{ {options} }} }}\n'
 
 
-def test_a_net_whose_layers_fix_the_number_of_samples(tmp_path, monkeypatch):
+def with_weights(name, kind, bottoms, options):
+    """A layer with weights, whose top has its name."""
+    option = {"Convolution": "convolution", "LSTM": "recurrent"}.get(kind, "inner_product")
+    text = " ".join(f'bottom: "{blob}"' for blob in bottoms.split())
+    fields = f'{option}_param {{ {options} weight_filler {{ type: "xavier" }} }}'
+    return f'layer {{ name: "{name}" type: "{kind}" {text} top: "{name}" {fields} }}\n'
+
+
+def reshaped(bottom, *shape, top="rows"):
+    """A Reshape to fixed sizes."""
+    fields = "reshape_param { shape { " + " ".join(f"dim: {size}" for size in shape) + " } }"
+    return f'layer {{ name: "to_{top}" type: "Reshape" bottom: "{bottom}" top: "{top}" {fields} }}\n'
+
+
+FIXED = {
+    "Reshape": made("x", 16, 4, 1, 1)
+    + with_weights("c", "Convolution", "x", "num_output: 4 kernel_size: 1")
+    + reshaped("c", 16, 4)
+    + with_weights("y", "InnerProduct", "rows", "num_output: 3"),
+    "time before samples": made("x", 5, 2, 3, 4, 4)
+    + reshaped("x", 10, 48)
+    + with_weights("fc", "InnerProduct", "rows", "num_output: 4")
+    + reshaped("fc", 5, 2, 4, top="y"),
+    "LSTM": made("x", 12, 3, 6, 6)
+    + made("marks", 4, 3, filler="constant", value="value: 1")
+    + with_weights("c", "Convolution", "x", "num_output: 4 kernel_size: 3")
+    + reshaped("c", 4, 3, 64)
+    + with_weights("lstm", "LSTM", "rows marks", "num_output: 5")
+    + with_weights("y", "InnerProduct", "lstm", "num_output: 3 axis: 2"),
+    "Mvm": made("x", 4, 6)
+    + made("v", 6)
+    + with_weights("fc", "InnerProduct", "x", "num_output: 6")
+    + 'layer { name: "mvm" type: "Mvm" bottom: "fc" bottom: "v" top: "y" }\n',
+}
+LOSS = 'layer { name: "loss" type: "Reduction" bottom: "y" top: "loss" loss_weight: 1 }'
+
+
+@pytest.mark.parametrize("net", FIXED)
+def test_a_net_whose_layers_fix_the_number_of_samples(net, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("net.prototxt").write_text(TIME_MAJOR.replace("4 } }", '4 } data_filler { type: "gaussian" std: 1 } }', 1))
+    Path("net.prototxt").write_text(FIXED[net] + LOSS)
     caffe.Net("net.prototxt", caffe.TRAIN).save("net.caffemodel")
     amct.create_quant_retrain_config("c.json", "net.prototxt", "net.caffemodel")
     retrained = ("net.prototxt", "net.caffemodel", "c.json", "m.prototxt", "m.caffemodel", "r.txt")
@@ -411,11 +446,15 @@ def test_a_net_whose_layers_fix_the_number_of_samples(tmp_path, monkeypatch):
     solver = caffe.SGDSolver("s.prototxt")
     solver.net.copy_from("m.caffemodel")
     solver.solve()
-    amct.save_quant_retrain_model("m.prototxt", "s_iter_2.caffemodel", "Both", "out/net", "r.txt", "c.json")
-    deployed = read_message("out/net_atc_model.prototxt", "NetParameter")
-    assert list(deployed.layer[0].input_param.shape[0].dim) == [5, 2, 3, 4, 4]
-    session = onnxruntime.InferenceSession("out/net_qdq_model.onnx")
-    assert session.run(None, {"x": np.ones((5, 2, 3, 4, 4), np.float32)})[0].shape == (5, 2, 4)
+    for kind in ("Fakequant", "Deploy", "Both"):
+        amct.save_quant_retrain_model("m.prototxt", "s_iter_2.caffemodel", kind, f"{kind}/net", "r.txt", "c.json")
+    trained = caffe.Net("Both/net_fake_quant_model.prototxt", "Both/net_fake_quant_weights.caffemodel", caffe.TEST)
+    shapes = {name: tuple(trained.blobs[name].shape) for name in ("x", "y")}
+    deployed = read_message("Both/net_atc_model.prototxt", "NetParameter")
+    assert tuple(deployed.layer[0].input_param.shape[0].dim) == shapes["x"]
+    session = onnxruntime.InferenceSession("Both/net_qdq_model.onnx")
+    inputs = {each.name: np.ones(trained.blobs[each.name].shape, np.float32) for each in session.get_inputs()}
+    assert session.run(["y"], inputs)[0].shape == shapes["y"]
 
 
 def test_the_guides_config(tmp_path, monkeypatch):
