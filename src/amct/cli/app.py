@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import amct
-from amct.cli import caffe, compare, config, prune, quantize, record
+from amct.cli import caffe, compare, config, inspect, prune, quantize, record, search
 
 app = typer.Typer(
     name="amct",
@@ -37,9 +37,10 @@ def root(
 app.add_typer(caffe.app)
 app.command()(quantize.quantize)
 app.command()(quantize.sensitivity)
-app.command()(quantize.inspect)
+app.command()(inspect.inspect)
 app.command()(prune.prune)
 app.command()(compare.compare)
 app.command()(compare.report)
+app.add_typer(search.app)
 app.add_typer(config.app)
 app.add_typer(record.app)

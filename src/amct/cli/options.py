@@ -7,6 +7,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from amct.data import Preparation, StoredBatches
+    from amct.data import Preparation, Sample, StoredBatches
 
     LabelledBatch = tuple[NDArray[np.float32], list[int | None]]
 
@@ -96,6 +97,13 @@ class DataOptions:
         if self.batches is not None and self.batches < 1:
             raise ArgumentError(f"--batches: expected at least 1, got {self.batches}")
         return StoredBatches(self.data, self.batch_size, prepare=self._preparation(), most=self.batches)
+
+    def samples(self) -> Iterator[Sample]:
+        """Return an iterator over single samples with their names and labels."""
+        from amct.data import open_samples
+
+        most = None if self.batches is None else self.batches * self.batch_size
+        return islice(open_samples(self.data, self._preparation()), most)
 
     def labelled(self) -> Iterator[LabelledBatch]:
         """Return an iterator over the batches with the labels of their samples; a missing label is None.

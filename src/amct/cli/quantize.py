@@ -1,4 +1,4 @@
-"""``amct quantize`` quantizes a model with calibration data; ``amct inspect`` lists its quantizable layers."""
+"""``amct quantize`` quantizes a model; ``amct sensitivity`` shows which layers cause the error of the result."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from amct.cli.batches import DataBatches, named_batches
-from amct.cli.model_layers import ONNX_ENDING, check_reference, is_prototxt
+from amct.cli.model_layers import ONNX_ENDING, check_reference
 from amct.cli.model_pair import check_file
-from amct.cli.options import MODEL_HELP, DataOptions, JsonOption, ShapeOption, takes_data
+from amct.cli.options import MODEL_HELP, DataOptions, JsonOption, takes_data
 from amct.cli.own_layers import OwnLayers, takes_own_layers
 from amct.cli.printing import aligned, comparison_row, decibel, most_harmed, short_name, show, show_json
 from amct.cli.processes import processes
+from amct.cli.search import GoalOptions, curve_lines, search_settings, takes_goal
 from amct.errors import ArgumentError
 from amct.log import few_lines
 from amct.model.verdict import LEVELS, NOT_JUDGED
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from amct.calibration import Ranks
-    from amct.config.layers import LayerInfo
     from amct.data import StoredBatches
     from amct.export.request import SavePath
     from amct.model.quant_json import QuantJson
@@ -41,6 +41,7 @@ FAILED = 3
 
 
 @takes_own_layers
+@takes_goal
 @takes_data
 def quantize(  # noqa: PLR0913  the options of a command
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
@@ -84,6 +85,7 @@ def quantize(  # noqa: PLR0913  the options of a command
         str | None,
         typer.Option(help="End with exit code 3 if the verdict is this or worse: acceptable, poor or broken."),
     ] = None,
+    goal: GoalOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize a model with some calibration data.
@@ -91,23 +93,28 @@ def quantize(  # noqa: PLR0913  the options of a command
     Example: amct quantize deploy.prototxt net.caffemodel --data images/ --size 227 --mean 104,117,123 -o out/net
 
     Example: amct quantize net.onnx --data images.npy --batch-size 8 --config quant.cfg -o out/net
+
+    Example: amct quantize net.onnx --data images/ --labels labels.tsv --max-drop 0.5 -o out/net
     """
     files = _Files(output, report, formats, placement, run_files=not no_check)
     with few_lines():
         own.refuse_unless_caffe(weights is not None)
-        if equalize and weights is None:
-            raise ArgumentError("--equalize is for Caffe models, a prototxt with a caffemodel; leave it out")
-        if part is not None and (weights is not None or model.endswith(ONNX_ENDING)):
-            raise ArgumentError("--part is for PyTorch models, a Python reference to a factory; leave it out")
-        _check_model(model, weights)
-        if config is not None:
-            check_file(str(config))
+        _check_options(model, weights, config, part, equalize=equalize)
         _check_level(fail_on, run_files=files.run_files)
+        goal.check()
         files.check()
         data.check()
         state = files.calibration(resume=resume)
         with processes() as prints:
-            quantized, batches = _quantized(model, weights, data, config, files, state, equalize=equalize, part=part)
+            if goal.is_given:
+                where, save = files.where, files.save_unchecked
+                quantized, batches = search_settings(
+                    model, weights, data, config, goal, where, save, resume=resume, equalize=equalize, part=part
+                )
+            else:
+                quantized, batches = _quantized(
+                    model, weights, data, config, files, state, equalize=equalize, part=part
+                )
             ranks = _ranks()
         if prints:
             result = _result(quantized, batches, files)
@@ -119,10 +126,22 @@ def quantize(  # noqa: PLR0913  the options of a command
         show_json({**result, "verdict": None if verdict is None else asdict(verdict)})
     else:
         show(_as_text(result))
+        for line in curve_lines(quantized):
+            show(line)
         if files.run_files:
             show(f"verdict     {verdict or NOT_JUDGED}")
     if fail_on is not None and (verdict is None or verdict.is_at_best(cast("Level", fail_on))):
         raise typer.Exit(FAILED)
+
+
+def _check_options(model: str, weights: Path | None, config: Path | None, part: str | None, *, equalize: bool) -> None:
+    if equalize and weights is None:
+        raise ArgumentError("--equalize is for Caffe models, a prototxt with a caffemodel; leave it out")
+    if part is not None and (weights is not None or model.endswith(ONNX_ENDING)):
+        raise ArgumentError("--part is for PyTorch models, a Python reference to a factory; leave it out")
+    _check_model(model, weights)
+    if config is not None:
+        check_file(str(config))
 
 
 def _check_level(fail_on: str | None, *, run_files: bool) -> None:
@@ -167,14 +186,15 @@ class _Files:
         from amct.export.formats import check_formats
         from amct.export.request import ExportOptions
 
-        atomic.check_writable(self._where.folder)
+        atomic.check_writable(self.where.folder)
         if self.page is not None:
             output_file(self.page, "--report")
         check_formats(self._names())
         ExportOptions(placement=self.placement)
 
     @property
-    def _where(self) -> SavePath:
+    def where(self) -> SavePath:
+        """Folder and prefix."""
         from amct.export.request import SavePath
 
         return SavePath.parse(self.output)
@@ -186,8 +206,8 @@ class _Files:
         """Return where the state of a calibration that is killed is kept; it is removed when all is written."""
         from amct.pipeline.flow import CalibrationFile
 
-        name = f"{self._where.prefix}.calibration.npz".removeprefix(".")
-        return CalibrationFile(path=self._where.folder / name, read=resume, removed_by_caller=True)
+        name = f"{self.where.prefix}.calibration.npz".removeprefix(".")
+        return CalibrationFile(path=self.where.folder / name, read=resume, removed_by_caller=True)
 
     def check_sizes(self, data: DataOptions, batches: Iterable[Any], declared: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the first batch has the sizes that the prototxt declares, as the QDQ file takes no others.
@@ -208,10 +228,16 @@ class _Files:
                     "prototxt, or write other --formats"
                 )
 
+    def save_unchecked(self, quantized: QuantizedModel) -> None:
+        """Write a model that may not be the last word."""
+        from amct.export.request import DEFAULT_FORMATS
+
+        quantized.save(self.output, self._names() or DEFAULT_FORMATS, check=False)
+
     @property
     def page(self) -> Path | None:
         """The report to write; None: none."""
-        return self._where.file("report.html") if self.report else None
+        return self.where.file("report.html") if self.report else None
 
     def save(self, quantized: QuantizedModel) -> list[Path]:
         """Write the model; return the paths. A report of replaced files is removed."""
@@ -219,8 +245,9 @@ class _Files:
         from amct.report.page import is_report
 
         names = self._names()
-        files = quantized.save(self.output, names or DEFAULT_FORMATS, placement=self.placement, check=self.run_files)
-        old = self._where.file("report.html")
+        placement = None if self.placement == "fast" else self.placement
+        files = quantized.save(self.output, names or DEFAULT_FORMATS, placement=placement, check=self.run_files)
+        old = self.where.file("report.html")
         if not self.report and is_report(old):
             old.unlink()
             show(f"removed     {old}, which belonged to the files before; --report writes a new one", err=True)
@@ -414,61 +441,3 @@ def sensitivity(
     table = [[each.layer, decibel(each.sqnr), f"{each.share:.1%}"] for each in found]
     for line in aligned([["layer", "SQNR", "of the noise"], *table]):
         show(line)
-
-
-@takes_own_layers
-def inspect(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    input_shape: ShapeOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show the layers of a model, which of them can be quantized, and why not.
-
-    Example: amct inspect deploy.prototxt
-
-    Example: amct inspect net.onnx
-    """
-    from amct.cli.model_layers import model_layers
-
-    dialect, layers = model_layers(model, input_shape)
-    rows = [{"layer": layer.name, "type": layer.type, "verdict": _verdict(layer, dialect.value)} for layer in layers]
-    if is_prototxt(model):
-        from amct.caffe.prototxt import unbuildable_layer
-
-        name, reason = unbuildable_layer(model) or (None, "")
-        for row in rows:
-            if row["layer"] == name:
-                row["verdict"] = f"cannot be built: {reason}"
-    if as_json:
-        show_json(rows)
-        return
-    for line in aligned([list(row.values()) for row in rows]):
-        show(line)
-    show(f"{sum(row['verdict'] == 'quantized' for row in rows)} of {len(rows)} layers are quantized by default")
-
-
-def _verdict(layer: LayerInfo, dialect: str) -> str:
-    from amct.config.layers import CAFFE_TYPES, PTQ_TYPES
-
-    if layer.refusal:
-        return f"stays float: {layer.refusal}"
-    if dialect == "pytorch" and layer.type.startswith("BatchNorm"):
-        return "folded into the layer before it, if only this one reads that layer"
-    if dialect == "pytorch":
-        return "quantized" if layer.type in PTQ_TYPES else "stays float: this type cannot be quantized"
-    if layer.type not in CAFFE_TYPES:
-        return _unquantized(layer.type)
-    if not CAFFE_TYPES[layer.type].on_by_default:
-        return "off by default: switch it on with quant_enable"
-    return "quantized"
-
-
-def _unquantized(caffe_type: str) -> str:
-    """What happens to a Caffe layer whose type is not in the table of quantizable types."""
-    from amct.caffe.engine.layer import find_layer_class
-
-    if find_layer_class(caffe_type) is None:
-        return "cannot be built: unknown layer type; register it (amct.extend.register_caffe_layer, --import)"
-    if caffe_type == "Python":
-        return "stays float: this type cannot be quantized; it executes code, and runs only with --allow-python"
-    return "stays float: this type cannot be quantized"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -33,6 +33,20 @@ FEWEST = 128
 """Samples that every candidate is judged by at least."""
 REPEATS = 3
 """Runs of an evaluator that does not always return the same number."""
+
+
+_UNCERTIFIED = Certificate(
+    goal="",
+    limit=0.0,
+    loss=0.0,
+    bound=None,
+    confidence=0.95,
+    error=0.0,
+    samples=0,
+    searched=0,
+    seed=0,
+    remark="not certified: the search has not ended",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +83,10 @@ class Judge(Protocol):
     def next_cost(self) -> float:
         """The most evaluations that judging one more candidate takes."""
 
+    @property
+    def provisional(self) -> Certificate:
+        """The certificate of a result on which the search has not had its last word."""
+
     def prepare(self, base: QuantizedModel) -> None:
         """Measure the float model."""
 
@@ -104,6 +122,16 @@ def check_samples(goal: Goal, count: int, confidence: float, *, certify: bool) -
     logger.warning("%s; the result can meet the goal, but its bound will not", text)
 
 
+def recomputed(certificate: Certificate) -> Certificate:
+    """A certificate whose loss, bound and number of samples follow from the losses in it; without losses the same."""
+    if not certificate.losses:
+        return replace(certificate, samples=0)
+    numbers, counts = zip(*certificate.losses, strict=True)
+    losses = np.repeat(np.array(numbers, np.float64), counts)
+    bound = upper_bound(losses, certificate.smallest, certificate.largest, certificate.error)
+    return replace(certificate, loss=float(losses.mean()), bound=bound, samples=len(losses))
+
+
 class SampleJudge:
     """Measures by samples, which a seed divides into those of the search and those of the certificate.
 
@@ -132,6 +160,14 @@ class SampleJudge:
     def next_cost(self) -> float:
         """The most evaluations that judging one more candidate takes."""
         return len(self._parts["search"]) / len(self._samples)
+
+    @property
+    def provisional(self) -> Certificate:
+        """The certificate of a result on which the search has not had its last word."""
+        goal = self._goal
+        return replace(
+            _UNCERTIFIED, goal=goal.text, limit=goal.limit, seed=self._seed, unit=goal.unit, factor=goal.factor
+        )
 
     def prepare(self, base: QuantizedModel) -> None:
         """Run the float model on all samples, once; what the journal knows is not computed again."""
@@ -235,6 +271,11 @@ class EvaluatorJudge:
     def evaluations(self) -> float:
         """How often the function was called."""
         return float(self._runs)
+
+    @property
+    def provisional(self) -> Certificate:
+        """The certificate of a result on which the search has not had its last word."""
+        return replace(_UNCERTIFIED, goal=self.text, limit=self.limit, unit="", factor=1.0)
 
     def prepare(self, base: QuantizedModel) -> None:
         """Call the function with the float model; a second time, to see whether it returns the same number."""

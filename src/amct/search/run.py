@@ -230,9 +230,14 @@ class Search:
             "meets the goal" if outcome.met else "does not meet it",
         )
         if self._on_best is not None and self._best() is not before:
-            model.history = self._history(tried)
+            model.history, model.certificate = self._history(tried), self._uncertified(outcome)
             self._on_best(model)
         return tried
+
+    def _uncertified(self, outcome: Outcome) -> Certificate:
+        """What is known of the best result so far, should the search not end."""
+        goal = self._judge.provisional
+        return replace(goal, loss=outcome.loss, searched=outcome.samples, confidence=self._limits.confidence)
 
     def _made(self, choices: Mapping[str, str]) -> QuantizedModel:
         return self._candidates.made(choices)

@@ -1,0 +1,408 @@
+"""The options with which ``amct quantize`` searches for settings, ``amct certificate`` and ``amct doctor``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from amct.cli.batches import DataBatches, fixed_batch_size
+from amct.cli.model_layers import ONNX_ENDING, check_reference, import_module
+from amct.cli.model_pair import check_file
+from amct.cli.options import JsonOption, with_options_of
+from amct.cli.printing import show, show_json
+from amct.errors import ArgumentError, ParseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from amct.cli.options import DataOptions
+    from amct.export.request import SavePath
+    from amct.model.certificate import Certificate
+    from amct.pipeline.batches import FirstBatches
+    from amct.pipeline.quantized_model import QuantizedModel
+
+CALIBRATION_SHARE = 8
+"""One sample of so many calibrates, the others are searched on and certify."""
+MOST_CALIBRATION = 256
+"""No more samples than this calibrate."""
+app = typer.Typer(name="certificate", help="Certificates of models whose settings were searched.", no_args_is_help=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoalOptions:
+    """The goal of a search for settings, and what it may take."""
+
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            help="Search for the smallest model whose accuracy drops by at most so many points; --data has labels, or "
+            "--labels gives them."
+        ),
+    ] = None
+    min_agreement: Annotated[
+        float | None, typer.Option(help="The same without labels: so many percent of the answers stay the same.")
+    ] = None
+    min_sqnr: Annotated[
+        float | None, typer.Option(help="The same without labels: the first output's SQNR has at least so many dB.")
+    ] = None
+    labels: Annotated[
+        Path | None, typer.Option(help="A file with the name of a picture, a tab and its class number on each line.")
+    ] = None
+    evaluate: Annotated[
+        str | None,
+        typer.Option(help='With --max-drop: "module:function" that returns the accuracy of a model on its own data.'),
+    ] = None
+    minimize: Annotated[str, typer.Option(help='What is to be small: "size" or "latency".')] = "size"
+    choices: Annotated[
+        str | None, typer.Option(help='What a layer may become: "float,int8,int4" (default), int16, adaround4.')
+    ] = None
+    max_minutes: Annotated[float | None, typer.Option(help="End the search after so many minutes.")] = None
+    max_evaluations: Annotated[float | None, typer.Option(help="End it after so many passes over the data.")] = None
+    seed: Annotated[int, typer.Option(help="Divides the data into calibration, search and certificate.")] = 0
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Also the bound of the certificate must meet the goal.")
+    ] = False
+    point: Annotated[
+        int | None, typer.Option(help="Write this point of an earlier search of OUTPUT, without searching again.")
+    ] = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether settings are searched for, or those of an earlier search are wanted."""
+        return self.has_goal or self.point is not None
+
+    @property
+    def has_goal(self) -> bool:
+        """Whether there is a goal."""
+        return not (self.max_drop is self.min_agreement is self.min_sqnr is None)
+
+    def check(self) -> None:
+        """Check the options before anything is read.
+
+        Raises:
+            ArgumentError: Options do not go together, or a file does not exist.
+        """
+        if self.point is not None and self.has_goal:
+            raise ArgumentError("--point: writes a point of an earlier search; leave out the goal")
+        if not self.has_goal:
+            for name, given in (("--labels", self.labels), ("--evaluate", self.evaluate)):
+                if given is not None:
+                    raise ArgumentError(f"{name}: goes with --max-drop; give it, or leave {name} out")
+        if self.labels is not None:
+            check_file(str(self.labels))
+        if self.evaluate is not None:
+            if ":" not in self.evaluate:
+                raise ArgumentError(f'--evaluate: expected "package.module:function", got "{self.evaluate}"')
+            check_reference(self.evaluate)
+
+    def function(self) -> Callable[[Any], Any] | None:
+        """The user's function; None: there is none."""
+        if self.evaluate is None:
+            return None
+        module, _, name = self.evaluate.partition(":")
+        found = getattr(import_module(module, "--evaluate", self.evaluate), name, None)
+        if not callable(found):
+            raise ArgumentError(f'--evaluate: "{module}" has no function "{name}"')
+        function: Callable[[Any], Any] = found
+        return function
+
+
+def takes_goal(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command: replace its parameter ``goal`` by one option for each field of ``GoalOptions``."""
+    return with_options_of(GoalOptions, command, "goal", lambda given, call: call(given))
+
+
+# -- the data ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Split:
+    """The data of a search in memory.
+
+    Attributes:
+        calibration: Batches.
+        search: Batches of the other samples, with labels where there are any.
+    """
+
+    calibration: list[Any]
+    search: list[Any]
+
+
+def _read(data: DataOptions, labels: Path | None) -> tuple[NDArray[np.float32], list[int | None]]:
+    """All samples, and the label of each."""
+    import numpy as np
+
+    by_name = None if labels is None else _labels_of(labels)
+    values, found = [], []
+    for sample in data.samples():
+        label = sample.label
+        if by_name is not None:
+            name = Path(sample.name).name
+            if name not in by_name:
+                raise ArgumentError(f'--labels: {labels} has no label for the picture "{name}"')
+            label = by_name[name]
+        values.append(sample.values)
+        found.append(label)
+    shapes = {each.shape for each in values}
+    if len(shapes) > 1:
+        raise ArgumentError(f"{data.data}: the samples have different shapes; give --size and --crop")
+    return np.stack(values), found
+
+
+def _labels_of(path: Path) -> dict[str, int]:
+    """By file name: the class number."""
+    from amct.atomic import read_bytes
+
+    found = {}
+    for number, line in enumerate(read_bytes(path).decode("utf-8", "replace").splitlines(), 1):
+        name, _, label = line.strip().rpartition("\t" if "\t" in line else " ")
+        if not line.strip():
+            continue
+        if not name or not label.strip().lstrip("-").isdecimal():
+            raise ParseError(f'{path}:{number}: expected a file name, a tab and a class number, got "{line[:80]}"')
+        found[Path(name.strip()).name] = int(label)
+    return found
+
+
+def _split(data: DataOptions, goal: GoalOptions, convert: Callable[[Any], Any], batch: int) -> _Split:
+    """Divide the samples by the seed."""
+    import numpy as np
+
+    values, labels = _read(data, goal.labels)
+    order = np.random.default_rng(goal.seed).permutation(len(values))
+    count = min(MOST_CALIBRATION, max(batch, len(values) // CALIBRATION_SHARE))
+    count = max(batch, count - count % batch)
+    if goal.evaluate is not None or (goal.point is not None and goal.max_drop is None and count >= len(values)):
+        count = len(values) - len(values) % batch
+    own, rest = order[:count], order[count:]
+    rest = rest[: len(rest) - len(rest) % batch]
+    calibration = [convert(values[own[i : i + batch]]) for i in range(0, len(own), batch)]
+    if goal.max_drop is None or goal.evaluate is not None:
+        return _Split(calibration, [convert(values[rest[i : i + batch]]) for i in range(0, len(rest), batch)])
+    if any(labels[index] is None for index in rest):
+        raise ArgumentError(
+            f"{data.data}: the samples have no labels, which --max-drop needs; give --labels, or --min-agreement"
+        )
+    numbers = np.array([labels[index] for index in rest])
+    found = [(convert(values[rest[i : i + batch]]), numbers[i : i + batch]) for i in range(0, len(rest), batch)]
+    return _Split(calibration, found)
+
+
+# -- the search --------------------------------------------------------------------------------------------------------
+
+
+def search_settings(  # noqa: PLR0913  the options of the command
+    model: str,
+    weights: Path | None,
+    data: DataOptions,
+    config: Path | None,
+    goal: GoalOptions,
+    where: SavePath,
+    save: Callable[[QuantizedModel], object],
+    *,
+    resume: bool = False,
+    equalize: bool = False,
+    part: str | None = None,
+) -> tuple[QuantizedModel, FirstBatches]:
+    """Search for settings, or use those of a point; returns the model with its calibration batches.
+
+    Args:
+        model: As on the command line.
+        weights: The caffemodel.
+        data: All the data.
+        config: The settings to begin with.
+        goal: The goal.
+        where: Where the files go.
+        save: Writes the best model so far.
+        resume: Whether a search that was killed goes on.
+        equalize: Caffe: whether channels are equalized first.
+        part: The part of a PyTorch model.
+    """
+    journal = where.file("search.jsonl")
+    if not resume:
+        journal.unlink(missing_ok=True)
+    point = None if goal.point is None else _point(where, goal.point)
+    options: dict[str, Any] = {name: getattr(goal, name) for name in ("max_drop", "min_agreement", "min_sqnr")}
+    options |= {name: getattr(goal, name) for name in ("minimize", "max_minutes", "max_evaluations", "seed", "certify")}
+    options |= {
+        "choices": None if goal.choices is None else [name.strip() for name in goal.choices.split(",")],
+        "evaluate": goal.function(),
+        "resume": journal,
+        "on_best": save,
+    }
+    door, data, convert, batch = _door(model, weights, data, equalize=equalize, part=part)
+    if point is not None:
+        goal = replace(goal, seed=point[2])
+    split = _split(data, goal, convert, batch)
+    if point is not None:
+        quantized = door(split.calibration, None, point[0], None)
+        quantized.history, quantized.certificate = point[1], point[3]
+        return quantized, in_memory(split.calibration)
+    labelled = None if goal.evaluate is not None else split.search
+    quantized = door(split.calibration, labelled, config, options)
+    _write_points(where, quantized)
+    return quantized, in_memory(split.calibration)
+
+
+def in_memory(batches: list[Any]) -> FirstBatches:
+    """Batches as those of data on disk."""
+    from amct.pipeline.batches import FirstBatches
+
+    return FirstBatches(
+        DataBatches(lambda first, step: iter(batches[first::step]), lambda: len(batches), lambda: "", reads_ahead=False)
+    )
+
+
+def _door(
+    model: str, weights: Path | None, data: DataOptions, *, equalize: bool, part: str | None
+) -> tuple[Callable[..., QuantizedModel], DataOptions, Callable[[Any], Any], int]:
+    """How a model is quantized from data, a search and a config, the data as it wants it, and its batch size."""
+    if weights is not None:
+        import amct.caffe
+        from amct.caffe.prototxt import input_shapes
+
+        shapes = input_shapes(model)
+        _refuse_several(len(shapes))
+        data = data.fitting(next(iter(shapes.values()), ()), "bgr")
+
+        def caffe(calibration: Any, labelled: Any, config: Any, options: Any) -> QuantizedModel:  # noqa: ANN401
+            if options is None:
+                return amct.caffe.quantize(model, weights, calibration, config, equalize=equalize)
+            return amct.caffe.quantize_to(
+                model, weights, calibration, labelled, config=config, equalize=equalize, **options
+            )
+
+        return caffe, data, lambda batch: batch, data.batch_size
+    if model.endswith(ONNX_ENDING):
+        import amct.onnx_model
+        from amct.onnx_model.reading import input_shape, read_model
+
+        proto = read_model(model).model
+        _refuse_several(len(proto.graph.input))
+        data = data.fitting(input_shape(proto, proto.graph.input[0].name) or ())
+
+        def onnx(calibration: Any, labelled: Any, config: Any, options: Any) -> QuantizedModel:  # noqa: ANN401
+            if options is None:
+                return amct.onnx_model.quantize(model, calibration, config)
+            return amct.onnx_model.quantize_to(model, calibration, labelled, config=config, **options)
+
+        return onnx, data, lambda batch: batch, fixed_batch_size(proto) or data.batch_size
+    import torch
+
+    import amct.pytorch
+    from amct.cli.model_layers import load_reference
+
+    module = load_reference(model)
+
+    def pytorch(calibration: Any, labelled: Any, config: Any, options: Any) -> QuantizedModel:  # noqa: ANN401
+        if options is None:
+            return amct.pytorch.quantize(module, calibration, config, part=part)
+        return amct.pytorch.quantize_to(module, calibration, labelled, config=config, part=part, **options)
+
+    return pytorch, data.fitting(None), torch.from_numpy, data.batch_size
+
+
+def _refuse_several(inputs: int) -> None:
+    if inputs > 1:
+        raise ArgumentError("a search on the command line takes models with one input; use quantize_to in Python")
+
+
+def _point(where: SavePath, number: int) -> tuple[dict[str, Any], Any, int, Certificate]:
+    """The config of a point of the curve in a quant.json, the whole curve, its seed, and what is known of it."""
+    from amct.model.certificate import Certificate
+    from amct.model.quant_json import read_quant_json
+
+    document = read_quant_json(where.quant_json)
+    found = next((point for point in document.curve if point.number == number), None)
+    if found is None or document.certificate is None:
+        known = ", ".join(str(point.number) for point in document.curve) or "none"
+        raise ArgumentError(f"--point: {where.quant_json} has no point {number}; it has {known}")
+    curve = tuple(replace(point, chosen=point.number == number) for point in document.curve)
+    before = document.certificate
+    certificate = Certificate(
+        goal=before.goal,
+        limit=before.limit,
+        loss=found.loss,
+        bound=None,
+        confidence=before.confidence,
+        error=0.0,
+        samples=0,
+        searched=found.samples,
+        seed=before.seed,
+        unit=before.unit,
+        factor=before.factor,
+        remark=f"point {number} of a search, measured on its samples only",
+    )
+    return dict(found.config), curve, before.seed, certificate
+
+
+def _write_points(where: SavePath, quantized: QuantizedModel) -> None:
+    """Write the config of each point, which ``--config`` and AMCT's functions read."""
+    from amct import atomic
+    from amct.cli.printing import as_json
+
+    for point in quantized.history:
+        atomic.write_text(where.file("points") / f"{point.number}.json", as_json(point.config) + "\n")
+
+
+def curve_lines(quantized: QuantizedModel) -> list[str]:
+    """What a search found, for people."""
+    certificate = quantized.certificate
+    if certificate is None:
+        return []
+    lines = [f"certificate {certificate}"]
+    for point in quantized.history:
+        counts: dict[str, int] = {}
+        for choice in point.choices.values():
+            counts[choice] = counts.get(choice, 0) + 1
+        found = ", ".join(f"{count} {choice}" for choice, count in sorted(counts.items()))
+        mark = "*" if point.chosen else " "
+        loss = f"{certificate.factor * point.loss:.2f} {certificate.unit}".rstrip()
+        lines.append(f"point {point.number:<3}{mark} cost {point.cost:.6g}  loss {loss}  {found}")
+    return lines
+
+
+# -- certificates ------------------------------------------------------------------------------------------------------
+
+
+@app.command("check")
+def check_certificate(
+    file: Annotated[Path, typer.Argument(help="The OUTPUT_quant.json of a model whose settings were searched.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Compute the bound of a certificate again from the losses of its samples, and check the files it is about.
+
+    Example: amct certificate check out/net_quant.json
+    """
+    from amct.model.quant_json import read_quant_json
+    from amct.search.judge import recomputed
+
+    check_file(str(file))
+    certificate = read_quant_json(file).certificate
+    if certificate is None:
+        raise ArgumentError(f"{file}: there is no certificate; amct quantize --max-drop writes one")
+    found = recomputed(certificate)
+    wrong = [
+        f"{name}: {there:.6g} is written, {here:.6g} follows from the losses"
+        for name, there, here in (
+            ("loss", certificate.loss, found.loss),
+            ("bound", certificate.bound or math.nan, found.bound or math.nan),
+        )
+        if not (math.isnan(there) and math.isnan(here)) and not math.isclose(there, here, rel_tol=1e-6, abs_tol=1e-9)
+    ]
+    if found.samples != certificate.samples:
+        wrong.append(f"samples: {certificate.samples} are written, there are losses of {found.samples}")
+    if wrong:
+        raise ParseError(f"{file}: the certificate is not right: {'; '.join(wrong)}")
+    if as_json:
+        show_json({**asdict(certificate), "met": certificate.met, "certified": certificate.certified})
+        return
+    show(f"certificate {certificate}")
+    show("the loss and the bound follow from the losses of the samples, and the files are those that were written")
