@@ -434,7 +434,8 @@ LOSS = 'layer { name: "loss" type: "Reduction" bottom: "y" top: "loss" loss_weig
 
 
 @pytest.mark.parametrize("net", FIXED)
-def test_a_net_whose_layers_fix_the_number_of_samples(net, tmp_path, monkeypatch):
+def test_a_net_whose_layers_fix_the_number_of_samples(net, tmp_path, monkeypatch, caplog):
+    """Their data are random numbers, of which the float net and each file that is compared with it get the same."""
     monkeypatch.chdir(tmp_path)
     Path("net.prototxt").write_text(FIXED[net] + LOSS)
     caffe.Net("net.prototxt", caffe.TRAIN).save("net.caffemodel")
@@ -448,6 +449,7 @@ def test_a_net_whose_layers_fix_the_number_of_samples(net, tmp_path, monkeypatch
     solver.solve()
     for kind in ("Fakequant", "Deploy", "Both"):
         amct.save_quant_retrain_model("m.prototxt", "s_iter_2.caffemodel", kind, f"{kind}/net", "r.txt", "c.json")
+    assert "worse than the simulation" not in caplog.text
     trained = caffe.Net("Both/net_fake_quant_model.prototxt", "Both/net_fake_quant_weights.caffemodel", caffe.TEST)
     shapes = {name: tuple(trained.blobs[name].shape) for name in ("x", "y")}
     deployed = read_message("Both/net_atc_model.prototxt", "NetParameter")

@@ -20,7 +20,7 @@ from amct.arguments import input_file
 from amct.atomic import AnyPath, Snapshot
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.net import Net
-from amct.caffe.model import caffe_batches, read_model, read_test_net, run_net, sample_count
+from amct.caffe.model import caffe_batches, equal_draws, read_model, read_test_net, run_net, sample_count
 from amct.errors import ArgumentTypeError, ModelError
 from amct.model.quant_json import file_beside, notes_beside
 from amct.pipeline.compare import measure
@@ -70,7 +70,8 @@ class QuantizedFiles:
 
     def build(self, keep_blobs: Iterable[str]) -> Net:
         """Build the net; only the named blobs, the inputs and the outputs stay readable."""
-        net = Net(self.net, keep_blobs=keep_blobs, with_gradients=False)
+        with equal_draws():
+            net = Net(self.net, keep_blobs=keep_blobs, with_gradients=False)
         net.load_weights(self._weights_file)
         self._files.check_unchanged()
         return net

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +90,8 @@ class CaffeModel:
         Raises:
             ModelError: The net cannot be built, or the weights do not fit it.
         """
-        net = Net(self.net, with_gradients=False, keep_blobs=keep_blobs)
+        with equal_draws():
+            net = Net(self.net, with_gradients=False, keep_blobs=keep_blobs)
         for layer in net.layers:
             stored = self.weights.get(layer.name)
             if stored is None:
@@ -424,6 +426,14 @@ def sample_count(batch: Batch) -> int:
     return shape[0] if shape else 1
 
 
+@contextmanager
+def equal_draws() -> Iterator[None]:
+    """Start from the same random numbers each time: nets that make or shuffle their own data are compared on it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield
+
+
 def run_net(net: Net, batch: Batch) -> dict[str, npt.NDArray[np.float32]]:
     """Run a net on one batch and return its outputs by name.
 
@@ -431,7 +441,8 @@ def run_net(net: Net, batch: Batch) -> dict[str, npt.NDArray[np.float32]]:
         ArgumentError: the batch does not have the net's inputs.
     """
     feed(net, batch)
-    net.forward()
+    with equal_draws():
+        net.forward()
     graph = net.graph
     return {graph.blob_names[index]: _copy_of(graph.blobs[index].tensor) for index in graph.outputs}
 
