@@ -11,6 +11,7 @@ namespace amct {
 // Before the layers of a net are made: a layer that others have an effect on gets a type that knows of it, and what it
 // must know. "T" is the type in the file:
 //   a layer that a DeQuant names (deploy models)        "T on integers"; the Quant layers in front of it give integers
+//   a layer with weights that other Quants name         "T on rounded data"
 //   a layer that a RetrainWeightQuant names             "T with rounded weights"
 //   a BatchNorm with update_iterations                  "BatchNorm with refreshed statistics"
 // Layers without weights of a deploy model keep their type: the Quant layers in front of them give real numbers on the

@@ -8,6 +8,7 @@
 #include "caffe/layers/integer_layer.hpp"
 #include "caffe/layers/refreshed_batch_norm_layer.hpp"
 #include "caffe/layers/retrain_weight_quant_layer.hpp"
+#include "caffe/layers/rounded_data_layer.hpp"
 
 namespace caffe {
 namespace amct {
@@ -15,6 +16,7 @@ namespace amct {
 namespace {
 
 const char kOnIntegers[] = " on integers";
+const char kOnRounded[] = " on rounded data";
 const char kRounded[] = " with rounded weights";
 const char kRefreshed[] = " with refreshed statistics";
 
@@ -61,11 +63,20 @@ void SetRounding(const LayerParameter& rounding, NetParameter* net) {
   LOG(FATAL) << where << "object_layer: \"" << target << "\" is no layer with weights that can be quantized";
 }
 
+// Whether it is a layer with weights, and each of its bottoms comes from the Quant layer of its index.
+bool IsOnRoundedData(const LayerParameter& layer, const std::map<int, QuantParameter>& inputs) {
+  const std::string& type = layer.type();
+  const bool has_weights =
+      type == "Convolution" || type == "DepthwiseConv" || type == "Deconvolution" || type == "InnerProduct";
+  return has_weights && !inputs.empty() && inputs.rbegin()->first + 1 == layer.bottom_size() &&
+         static_cast<int>(inputs.size()) == layer.bottom_size();
+}
+
 }  // namespace
 
 void MakePlain(LayerParameter* layer) {
-  const char* const suffixes[] = {kOnIntegers, kRounded, kRefreshed};
-  for (int i = 0; i < 3; ++i) {
+  const char* const suffixes[] = {kOnIntegers, kOnRounded, kRounded, kRefreshed};
+  for (int i = 0; i < 4; ++i) {
     if (!EndsWith(layer->type(), suffixes[i])) continue;
     layer->set_type(layer->type().substr(0, layer->type().size() - std::string(suffixes[i]).size()));
     if (suffixes[i] == kRounded) layer->clear_retrain_weight_quant_param();
@@ -93,6 +104,9 @@ void PrepareNet(NetParameter* net) {
       Change<Dtype, IntegerLayer>(kOnIntegers, layer);
     } else if (layer->lstm_quant_param().scale_w_size() > 0) {
       SetInputs(inputs[layer->name()], layer);
+    } else if (IsOnRoundedData(*layer, inputs[layer->name()])) {
+      SetInputs(inputs[layer->name()], layer);
+      Change<Dtype, RoundedDataLayer>(kOnRounded, layer);
     } else if (layer->type() == "RetrainWeightQuant") {
       SetRounding<Dtype>(*layer, net);
     } else if (layer->type() == "BatchNorm" && layer->batch_norm_param().has_update_iterations()) {
