@@ -260,6 +260,11 @@ def layer_types() -> Iterator[str]:
     yield f"  * non-uniform (SNQ): {', '.join(name for name in weights if CAFFE_TYPES[name].snq)}."
     yield f"* Data only: {', '.join(data)}."
     yield f"* Data only, and off until `quant_enable` in the JSON switches them on: {', '.join(off)}."
+    yield (
+        "* Never, whatever their type: layers without weights that read coordinates, indices, labels or marks "
+        "(ROIPooling, PSROIPooling, ROIAlign, Nms, Unpooling with a mask; Concat, Reshape, Power, ... of boxes or of "
+        "ArgMax's result). `amct config explain` lists them with the reason."
+    )
 
 
 def _sign(can: bool) -> str:
