@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amct.caffe import pycaffe as caffe
+from amct.caffe.engine import plan
 from amct.caffe.engine.net import Net
 from amct.caffe.engine.wire import read_weights
 from amct.caffe.pycaffe.proto import caffe_pb2
@@ -267,3 +268,43 @@ def test_python_layers_are_refused_unless_allowed(write):
     text = 'layer { name: "p" type: "Python" top: "p" python_param { module: "os" layer: "system" param_str: "echo" } }'
     with pytest.raises(AmctError, match="Python"):
         caffe.Net(write(text), caffe.TEST)
+
+
+PICTURE = 'layer { name: "in" type: "Input" top: "d" input_param { shape { dim: 8 dim: 4 dim: 2000 dim: 2000 } } }'
+WORK = r"with this layer a pass over the net takes .* operations; the limit is 2e\+12.*AMCT_CAFFE_MAX_NET_OPERATIONS"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PICTURE + 'layer { name: "big" type: "Convolution" bottom: "d" top: "y" '
+        "convolution_param { num_output: 4 kernel_size: 999 pad: 499 } }",
+        PICTURE + 'layer { name: "big" type: "Deconvolution" bottom: "d" top: "y" '
+        "convolution_param { num_output: 4 kernel_size: 999 pad: 999 } }",
+        PICTURE + 'layer { name: "big" type: "Pooling" bottom: "d" top: "y" pooling_param { kernel_size: 999 } }',
+        PICTURE + 'layer { name: "big" type: "LRN" bottom: "d" top: "y" '
+        "lrn_param { local_size: 999 norm_region: WITHIN_CHANNEL } }",
+        'layer { name: "in" type: "Input" top: "d" input_param { shape { dim: 20000 dim: 20000 } } }'
+        'layer { name: "big" type: "InnerProduct" bottom: "d" top: "y" inner_product_param { num_output: 20000 } }',
+        'layer { name: "in" type: "Input" top: "d" top: "c" input_param '
+        "{ shape { dim: 1000000 dim: 1 dim: 4 } shape { dim: 1000000 dim: 1 } } }"
+        'layer { name: "big" type: "LSTM" bottom: "d" bottom: "c" top: "y" recurrent_param { num_output: 4 } }',
+    ],
+    ids=["convolution", "deconvolution", "pooling", "lrn", "inner product", "lstm"],
+)
+def test_work_of_minutes_in_a_small_net_is_refused_before_it_begins(write, text):
+    with pytest.raises(ModelError, match=rf'layer "big".*{WORK}'):
+        caffe.Net(write(text), caffe.TEST)
+
+
+def test_the_limit_of_work_can_be_raised_and_is_checked_for_a_larger_batch(write, monkeypatch):
+    text = (
+        INPUT + 'layer { name: "big" type: "InnerProduct" bottom: "d" top: "y" inner_product_param { num_output: 4 } }'
+    )
+    net = caffe.Net(write(text), caffe.TEST)
+    monkeypatch.setattr(plan, "DEFAULT_WORK", 1000)
+    net.blobs["d"].reshape(3, 8, 4, 4)
+    with pytest.raises(ModelError, match=r"a pass over the net takes .* operations; the limit is 1e"):
+        net.forward()
+    monkeypatch.setenv("AMCT_CAFFE_MAX_NET_OPERATIONS", "100000")
+    assert net.forward()["y"].shape == (3, 4)

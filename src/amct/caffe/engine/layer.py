@@ -158,6 +158,10 @@ class Layer:
         """Compute the tops."""
         raise NotImplementedError
 
+    def operations(self, bottoms: Sequence[Shape], tops: Sequence[Shape]) -> int:
+        """About how many multiplications, or steps that take as long as one, a forward takes."""
+        return sum(count(shape) for shape in (*bottoms, *tops))
+
     def forward_on_integers(self, bottoms: list[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """The tops computed from the integers of fake-quantized bottoms and weights; None to use ``forward``."""
         del bottoms
@@ -299,6 +303,10 @@ def canonical_axis(axis: int, axes: int, layer: str) -> int:
     if not -axes <= axis < axes:
         raise ModelError(f'layer "{layer}": axis {axis} is out of range for a blob of {axes} axes')
     return axis % axes if axes else 0
+
+
+WINDOW_COST = 16
+"""The multiplications in whose time a window that does not multiply sees one more value."""
 
 
 def count(shape: Sequence[int], start: int = 0, end: int | None = None) -> int:

@@ -378,16 +378,23 @@ def _next(node: LayerNode, readers: dict[int, list[LayerNode]], kept: Collection
 NET_LIMIT_VARIABLE = "AMCT_CAFFE_MAX_NET_BYTES"
 
 
-class NetMemory:
-    """Counts the parameters and blobs that a net holds at the same time during a forward pass; each step must fit.
+#: Environment variable that raises the limit of the operations of a forward pass over a net.
+WORK_LIMIT_VARIABLE = "AMCT_CAFFE_MAX_NET_OPERATIONS"
+DEFAULT_WORK = 2 * 10**12
+"""ResNet-50 on 480 pictures, VGG-16 on 128: less than a minute on one core."""
 
-    The limit is half of the machine's memory: gradients and copies inside of layers need as much again.
+
+class NetMemory:
+    """Counts what a forward pass takes before it takes it: memory at the same time, and operations. Each step must fit.
+
+    The limit of memory is half of the machine's: gradients and copies inside of layers need as much again.
     """
 
     def __init__(self, plan: PassPlan) -> None:
         self._steps = iter(plan.steps)
         self._last: Step | None = None
         self._tensors: LiveTensors | None = None
+        self._operations = 0
 
     @property
     def is_counting(self) -> bool:
@@ -398,7 +405,7 @@ class NetMemory:
         """Count the steps up to and including one; their shapes are known.
 
         Raises:
-            ModelError: There are too many blobs.
+            ModelError: There are too many blobs, or operations.
         """
         if self._tensors is None:
             self._tensors = LiveTensors(number_from_environment(NET_LIMIT_VARIABLE, machine_bytes() // 2))
@@ -407,6 +414,19 @@ class NetMemory:
                 self._tensors.free(map(id, self._last.release))
             self._last = next(self._steps)
             _add_step(self._tensors, self._last)
+            self._count_operations(self._last)
+
+    def _count_operations(self, step: Step) -> None:
+        layer = step.node.layer
+        self._operations += layer.operations([b.shape for b in step.bottoms], [b.shape for b in step.tops])
+        if self._operations > DEFAULT_WORK:
+            limit = number_from_environment(WORK_LIMIT_VARIABLE, DEFAULT_WORK, "operations")
+            if self._operations > limit:
+                raise layer.error(
+                    f"with this layer a pass over the net takes {self._operations:.2g} operations; the limit is "
+                    f"{limit:.2g}. Use a smaller batch; or, if this is intended, set {WORK_LIMIT_VARIABLE} to a "
+                    "larger number"
+                )
 
 
 def _add_step(tensors: LiveTensors, step: Step) -> None:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import IMAGE_BLOB_AXES, Layer, canonical_axis, register, require_image
+from amct.caffe.engine.layer import (
+    IMAGE_BLOB_AXES,
+    WINDOW_COST,
+    Layer,
+    canonical_axis,
+    count,
+    register,
+    require_image,
+)
 from amct.caffe.engine.onnx_place import Place, fixed
 
 if TYPE_CHECKING:
@@ -35,6 +43,14 @@ class LRN(Layer):
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         require_image(bottoms[0], self.name)
         return [bottoms[0]]
+
+    def operations(self, bottoms: Sequence[Shape], tops: Sequence[Shape]) -> int:
+        """For each value as many as it has neighbours."""
+        size: int = self.options.local_size
+        _, channels, height, width = bottoms[0]
+        across = min(size, 2 * channels + 1)
+        within = min(size, height) * min(size, width)
+        return count(tops[0]) * (within if self.options.norm_region == WITHIN_CHANNEL else across) * WINDOW_COST
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return x / (k + alpha / n * sum of squares) ^ beta."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import Layer, register, require_image
+from amct.caffe.engine.layer import WINDOW_COST, Layer, count, register, require_image
 from amct.caffe.engine.onnx_place import FLOAT, Place, fixed
 from amct.caffe.engine.windows import (
     LOWEST,
@@ -140,6 +140,11 @@ class Pooling(Layer):
             values = (*bottoms[0][:2], *self.window.kernel, height * width)
             self.context.check_size(values, f'the values of all windows of layer "{self.name}"')
         return [(*bottoms[0][:2], height, width)] * len(self.top_blobs)
+
+    def operations(self, bottoms: Sequence[Shape], tops: Sequence[Shape]) -> int:
+        """For each value of the top as many as its window has inside of the picture."""
+        inside = [min(size, length) for size, length in zip(self.window.kernel, bottoms[0][2:], strict=True)]
+        return count(tops[0]) * count(inside) * WINDOW_COST
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Pool each window by the method."""

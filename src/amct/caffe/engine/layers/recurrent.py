@@ -28,6 +28,10 @@ def _attributes(operator: str) -> dict[str, Any]:
     return {"axis": -1} if operator == "Split" else {}
 
 
+#: The operations in whose time torch is called for one time step.
+STEP_COST = 2**22
+
+
 class Recurrent(Layer):
     """The common part of recurrent layers: bottoms, states carried from one forward pass to the next, exposed states.
 
@@ -96,6 +100,11 @@ class Recurrent(Layer):
             if count(shape) != count(state):
                 raise self.error(f"an exposed state must have shape {state}, got {shape}")
         return [(x[0], x[1], self.outputs), *[state] * (len(self.top_blobs) - 1)]
+
+    def operations(self, bottoms: Sequence[Shape], tops: Sequence[Shape]) -> int:
+        """For each time step all weights with each stream, and the calls of a step."""
+        steps, streams = bottoms[0][:2]
+        return steps * (streams * sum(blob.count for blob in self.blobs) + STEP_COST)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run all time steps."""

@@ -100,6 +100,11 @@ class _BaseConvolution(FakeQuantized):
             tops.append((*shape[: self.axis], self.outputs, *sizes))
         return tops
 
+    def operations(self, bottoms: Sequence[Shape], tops: Sequence[Shape]) -> int:
+        """For each value of the tops, transposed of the bottoms, as many as a row of the weight has."""
+        values = sum(count(shape) for shape in (bottoms if self.transposed else tops))
+        return values * count(self.weight_shape(), 1)
+
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Convolve each bottom with the same weights."""
         bias = parameters[1] if len(parameters) > 1 else None
@@ -302,6 +307,10 @@ class InnerProduct(FakeQuantized):
                 f"{bottoms[0]}, the weights expect {self.inputs}"
             )
         return [(*bottoms[0][: self.axis], self.outputs)]
+
+    def operations(self, bottoms: Sequence[Shape], tops: Sequence[Shape]) -> int:
+        """For each value of the top as many as there are inputs."""
+        return count(tops[0]) * self.inputs
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return x W^T + b."""
