@@ -8,6 +8,7 @@ from amct.lazy import lazy_names
 
 if TYPE_CHECKING:
     from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
+    from amct.pytorch.auto_calibration import ModelEvaluator, accuracy_based_auto_calibration
     from amct.pytorch.kv_cache import QuantCalibrationOp, create_quant_cali_config, create_quant_cali_model
     from amct.pytorch.pruning.amct_api import (
         create_compressed_retrain_model,
@@ -44,7 +45,9 @@ __all__ = [
     "ConvTranspose2dQAT",
     "LinearQAT",
     "MatMulQAT",
+    "ModelEvaluator",
     "QuantCalibrationOp",
+    "accuracy_based_auto_calibration",
     "create_compressed_retrain_model",
     "create_prune_retrain_model",
     "create_quant_cali_config",
@@ -74,7 +77,9 @@ __getattr__, __dir__ = lazy_names(
         "ConvTranspose2dQAT": "amct.pytorch.qat.single_op.layers",
         "LinearQAT": "amct.pytorch.qat.single_op.layers",
         "MatMulQAT": "amct.pytorch.qat.single_op.layers",
+        "ModelEvaluator": "amct.pytorch.auto_calibration",
         "QuantCalibrationOp": "amct.pytorch.kv_cache",
+        "accuracy_based_auto_calibration": "amct.pytorch.auto_calibration",
         "create_compressed_retrain_model": "amct.pytorch.pruning.amct_api",
         "create_prune_retrain_model": "amct.pytorch.pruning.amct_api",
         "create_quant_cali_config": "amct.pytorch.kv_cache",
@@ -93,10 +98,6 @@ __getattr__, __dir__ = lazy_names(
         "save_quant_retrain_model": "amct.pytorch.qat.amct_api",
     },
     missing={
-        **dict.fromkeys(
-            ("accuracy_based_auto_calibration", "ModelEvaluator"),
-            "`amct sensitivity` ranks the layers, `amct.pytorch.quantize` takes which stay float",
-        ),
         "auto_channel_prune_search": "`amct.pytorch.prune` with `flops` and `batches`",
         "tensor_decompose": "nothing; `amct.pytorch.prune` makes a network smaller",
         **dict.fromkeys(
