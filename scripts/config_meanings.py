@@ -49,6 +49,8 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "do_fusion": "Fold BatchNorm (Caffe: also Scale and Bias) into the layer before it.",
         "skip_fusion_layers": "Layers whose BatchNorm is not folded.",
         "fakequant_precision_mode": "FORCE_FP16_QUANT rounds activation scales to what half precision can hold.",
+        "weight_rounding": "How uniform weights are rounded; in one call and the command line errors cancel.",
+        "bias_correction": "Biases make up for the mean error of rounding; one call and the command line do so.",
         "common_config": "For every layer that no override names.",
         "override_layer_types": "For all layers of a type; goes before `common_config`.",
         "override_layer_configs": "For one layer; goes before everything else.",

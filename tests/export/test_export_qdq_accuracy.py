@@ -13,6 +13,7 @@ from onnx import numpy_helper
 
 from amct.export.qdq.exporter import qdq_model
 from amct.export.request import Placement, Target
+from amct.pipeline.preparation import with_means
 from integer_kernels import count_integer_kernels
 
 
@@ -107,10 +108,11 @@ def test_biases_take_back_the_mean_of_what_rounding_the_weights_does(name):
             if axis != (1 if nodes[binding.node].op_type == "Conv" else value.ndim - 1)
         )
         tensors[tensor] = channels(1.0, 0, mean=value.mean(others).tolist())
-    corrected = initializers(qdq_model(model, net.bindings(), factors, tensors=tensors).model)
-    plain = initializers(
-        qdq_model(model, net.bindings(), factors, tensors={k: v for k, v in tensors.items() if v.mean is None}).model
-    )
+    known = {name: each for name, each in tensors.items() if each.mean is None}
+    read = {binding.layer: nodes[binding.node].input[0] for binding in net.bindings()}
+    with_mean = with_means(factors, tensors, read)
+    corrected = initializers(qdq_model(model, net.bindings(), with_mean, tensors=known).model)
+    plain = initializers(qdq_model(model, net.bindings(), factors, tensors=known).model)
     checked = 0
     for binding in net.bindings():
         node = nodes[binding.node]

@@ -78,11 +78,8 @@ def test_the_means_of_the_padded_input_correct_the_bias():
     net, model = padded([0, 0, 1, 1, 0, 0, 1, 1])
     _, by_hand = padded([0, 0, 1, 1, 0, 0, 1, 1], merged=[1, 1, 1, 1])
     factors, tensors = calibrate(net, model)
-    mean = tuple(np.linspace(-1, 1, 6).tolist())
-    files = []
-    for each, name in ((model, "frame_out"), (by_hand, "leaky_out")):
-        known = {**tensors, name: replace(tensors["frame_out"], mean=torch.tensor(mean))}
-        files.append(qdq_model(each, net.bindings(), factors, tensors=known).model)
+    known = {**factors, "second": replace(factors["second"], mean=torch.linspace(-1, 1, 6))}
+    files = [qdq_model(each, net.bindings(), known, tensors=tensors).model for each in (model, by_hand)]
     without = qdq_model(model, net.bindings(), factors, tensors=tensors).model
     got, wanted, plain = (run(each, net.data())["y"] for each in (*files, without))
     np.testing.assert_array_equal(got, wanted)

@@ -263,12 +263,14 @@ def test_config_objects_that_cannot_be_used(options, match, model):
 # -- the quantized model -------------------------------------------------------------------------------------------
 
 
-def test_amct_functions_find_the_same_record(tmp_path, model, quantized, monkeypatch):
+def test_amct_functions_find_the_same_record(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flow = Flow(tmp_path, model).configure(batch_num=2)
     calibrating = flow.quantize()
     for seed in range(2):
         calibrating(images(seed))
+    as_amct = amct.QuantConfig(weight_rounding="nearest", bias_correction=False)
+    quantized = amct.quantize(model, [images(seed) for seed in range(2)], as_amct)
     assert read_record(flow.record) == quantized.record
     quantized.save(tmp_path / "own" / "q")
     flow.save()

@@ -98,7 +98,8 @@ def test_every_call_is_a_layer_and_the_files_compute_what_the_simulation_compute
 
 
 def test_a_functional_linear_layer_is_the_formula_in_float64():
-    net, data, quantized = quantized_net(OneLinear, [(4, 5)])
+    as_amct = amct.QuantConfig(weight_rounding="nearest", bias_correction=False)
+    net, data, quantized = quantized_net(OneLinear, [(4, 5)], as_amct)
     entry = quantized.record["weight"]
     scale_w = np.array(entry.scale_w, dtype=np.float64)[:, None]
     x, weight, bias = (tensor.detach().double().numpy() for tensor in (data[0][0], net.weight, net.bias))

@@ -14,9 +14,10 @@ from torch import nn
 
 import amct.onnx_model
 import amct.pytorch
+import amct_pytorch
 from amct import caffe
 from amct.caffe import pycaffe
-from amct.errors import ConfigError, ConfigTypeError
+from amct.errors import ConfigError, ConfigTypeError, ParseError
 
 IMAGES = np.random.default_rng(8).normal(0.3, 1.0, size=(4, 3, 8, 8)).astype(np.float32)
 PROTOTXT = """
@@ -87,10 +88,15 @@ def test_error_cancelling_integers_reach_the_files(quantize, onnx_file, tmp_path
 
 
 @pytest.mark.parametrize("quantize", [quantize_torch, quantize_onnx])
-def test_the_default_is_the_nearest_and_the_negative_side(quantize, onnx_file):
-    default = quantize(None, onnx_file).record
-    named = quantize(amct.pytorch.QuantConfig(weight_rounding="nearest", weight_scale="negative_side"), onnx_file)
+def test_the_default_cancels_errors_corrects_biases_and_takes_the_negative_side(quantize, onnx_file):
+    settings = {"weight_rounding": "error_cancelling", "weight_scale": "negative_side", "bias_correction": True}
+    found = quantize(None, onnx_file)
+    named = quantize(amct.pytorch.QuantConfig(**settings), onnx_file)
+    default = found.record
     assert named.record == default
+    assert all(each.cancels_errors and each.corrects_bias and each.mean is not None for each in found.qparams.values())
+    plain = quantize(amct.pytorch.QuantConfig(weight_rounding="nearest", bias_correction=False), onnx_file)
+    assert not any(each.cancels_errors or each.corrects_bias for each in plain.qparams.values())
     full = quantize(amct.pytorch.QuantConfig(weight_scale="full_range"), onnx_file).record
     first = next(iter(default))
     assert default[first].scale_w[0] == pytest.approx(0.5 / 128)
@@ -124,6 +130,39 @@ def test_a_full_config_can_name_them(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(content | {"weight_rounding": "nearset"}))
     with pytest.raises(ConfigError, match=r"a\.json:1:\d+: weight_rounding must be 'nearest' or 'error_cancelling'"):
         amct.pytorch.quantize(network(), [torch.from_numpy(IMAGES)], tmp_path / "a.json")
+
+
+def amct_flow(folder, cfg):
+    """AMCT's functions on the network with a simple config; the initializers of the deploy file by name."""
+    folder.mkdir()
+    (folder / "a.cfg").write_text(cfg)
+    model, x = network(), torch.from_numpy(IMAGES)
+    amct_pytorch.create_quant_config(str(folder / "a.json"), model, x, config_defination=str(folder / "a.cfg"))
+    files = [str(folder / name) for name in ("a.json", "m.onnx", "record.txt")]
+    amct_pytorch.quantize_model(*files, model, x)(x)
+    amct_pytorch.save_model(*files[1:], str(folder / "q"))
+    initializers = onnx.load(folder / "q_deploy_model.onnx").graph.initializer
+    return {each.name: numpy_helper.to_array(each) for each in initializers}
+
+
+def test_amct_s_functions_round_and_correct_as_a_simple_config_asks(tmp_path):
+    plain = amct_flow(tmp_path / "plain", "batch_num: 1")
+    both = amct_flow(tmp_path / "both", "batch_num: 1 weight_rounding: error_cancelling bias_correction: true")
+    written = json.loads((tmp_path / "both" / "a.json").read_text())
+    assert (written["weight_rounding"], written["bias_correction"]) == ("error_cancelling", True)
+    assert not {"weight_rounding", "bias_correction"} & set(json.loads((tmp_path / "plain" / "a.json").read_text()))
+    quantized = amct.pytorch.quantize(network(), [torch.from_numpy(IMAGES)])
+    quantized.save(tmp_path / "own", formats=("deploy",), check=False)
+    initializers = onnx.load(tmp_path / "own_deploy_model.onnx").graph.initializer
+    own = {each.name: numpy_helper.to_array(each) for each in initializers}
+    for dtype in (np.int8, np.int32):
+        integers = [[array for array in file.values() if array.dtype == dtype] for file in (plain, both, own)]
+        assert len(integers[0]) == 2
+        assert any((first != second).any() for first, second in zip(*integers[:2], strict=True))
+        for second, third in zip(*integers[1:], strict=True):
+            np.testing.assert_array_equal(second, third)
+    with pytest.raises(ParseError, match=r"a\.cfg:1:18: weight_rounding takes one of nearest, error_cancelling"):
+        amct_flow(tmp_path / "wrong", "weight_rounding: nearset")
 
 
 @pytest.mark.parametrize(

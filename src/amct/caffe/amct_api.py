@@ -133,6 +133,12 @@ def init(
     layers = layer_infos(original.net)
     config = CAFFE.read_config(read_bytes(config_file), str(config_file), layers)
     plan = CAFFE.make_plan(config, layers)
+    if any(layer.bias_correction for layer in plan.enabled):
+        logger.warning(
+            "%s: bias_correction has no effect in these functions, because a record has no means; amct.caffe.quantize "
+            "and amct quantize correct biases",
+            config_file,
+        )
     for warning in plan.warnings:
         logger.warning("%s", warning)
     if plan.update_bn is None:

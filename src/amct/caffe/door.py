@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from amct import log
 from amct.arguments import input_file
 from amct.caffe.comparing import compared_nets, watched_layers
-from amct.caffe.engine.layers.ifmr import observed_inputs
 from amct.caffe.engine.messages import located_in
 from amct.caffe.model import (
     FEEDFORWARD_TYPES,
@@ -27,7 +26,7 @@ from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.caffe.onnx.quant import export_net, qdq_observers
 from amct.caffe.prototxt import layer_infos
 from amct.caffe.ptq.equalization import divide_channels, equalization_proposal, find_factors, one_scale_layers
-from amct.caffe.ptq.graph import QuantGraph, start_calibration
+from amct.caffe.ptq.graph import QuantGraph, calibrated_layers, start_calibration
 from amct.caffe.ptq.save import CaffeFiles, SaveNotes, results_with
 from amct.caffe.reporting import caffe_network, fused_notes, report_layers
 from amct.calibration import ALONE
@@ -223,7 +222,7 @@ class CaffePreparation:
 
     def quantized_layers(self, result: CalibrationResult) -> Mapping[str, LayerQParams]:
         """The final parameters; a weight scale may have been increased so that the bias fits int32."""
-        return self._finished(observed_inputs(result)).layers
+        return self._finished(calibrated_layers(self.graph, result)).layers
 
     def freedom(self) -> dict[str, LayerFreedom]:
         """By quantized layer: what it could become instead."""

@@ -58,6 +58,7 @@ class LayerPlan:
         batch_num: The number of calibration batches.
         weight_rounding: The rounding of uniform weights; learned and clustered weights do not use it.
         weight_scale: The divisor of the largest absolute weight.
+        bias_correction: Whether the bias makes up for the mean error of rounding the weights.
     """
 
     name: str
@@ -71,6 +72,7 @@ class LayerPlan:
     batch_num: int = 1
     weight_rounding: WeightRounding = "nearest"
     weight_scale: WeightScale = "negative_side"
+    bias_correction: bool = False
 
     @property
     def activation(self) -> ActivationSettings:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from amct.atomic import read_bytes
 from amct.config.checks import ProblemList, check_settings
 from amct.config.plan import FORCE_FP16, NO_CONFIG, OPEN_ENDED
+from amct.config.ptq.dialect import OWN_ROUNDING
 from amct.config.ptq.pytorch import PYTORCH
 from amct.config.qat.dialect import PYTORCH_QAT
 from amct.config.simple_config import (
@@ -63,6 +64,7 @@ class _Globals(CheckedSettings):
     force_fp16: Switch = False
     weight_rounding: WeightRounding | None = None
     weight_scale: WeightScale | None = None
+    bias_correction: Switch | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +85,11 @@ class QuantConfig(_Globals):
         do_fusion: Whether batch norms are folded.
         skip_fusion_layers: Layers whose batch norm stays.
         force_fp16: Whether activation scales are rounded to half precision (PyTorch, ONNX).
-        weight_rounding: How uniform weights are rounded: "nearest" (the default of PyTorch and ONNX models), or
-            "error_cancelling", so that the errors of each output add up to less than a step (the default of Caffe).
+        weight_rounding: How uniform weights are rounded: "error_cancelling", so that the errors of each output add up
+            to less than a step (the default), or "nearest".
         weight_scale: What the largest absolute weight is divided by: "negative_side", 128 where the negative side is
             the larger one and else 127 (the default of PyTorch and ONNX models), or "full_range", always 127 (Caffe).
+        bias_correction: Whether biases make up for the mean error of rounding the weights; None: they do.
     """
 
     common: LayerConfig = field(default_factory=LayerConfig)
@@ -121,7 +124,7 @@ def plan_of(
     is_open = "batch_num" not in full.origins
     if is_open:
         full = replace(full, fields={**full.fields, "batch_num": batches or OPEN_ENDED})
-    return dialect.make_plan(full, layers), is_open
+    return dialect.make_plan(full, layers, OWN_ROUNDING), is_open
 
 
 def _full_config(config: object, layers: LayerList, dialect: Dialect, kind: str) -> FullConfig:
@@ -148,7 +151,8 @@ def _plan_of_object(config: QuantConfig, layers: LayerList, batches: int | None,
         problems.add("force_fp16 is only for PyTorch and ONNX models", Position(f"{SOURCE}.force_fp16"))
     problems.raise_all()
     batch_num = config.batch_num if config.batch_num is not None else batches or OPEN_ENDED
-    return dialect.make_plan(dialect.expand(_as_simple_config(config, batch_num), layers, problems), layers)
+    full = dialect.expand(_as_simple_config(config, batch_num), layers, problems)
+    return dialect.make_plan(full, layers, OWN_ROUNDING)
 
 
 def _by_name(entries: Mapping[str, LayerConfig], field_name: str) -> dict[str, LayerConfig]:
@@ -178,6 +182,7 @@ def _as_simple_config(config: QuantConfig, batch_num: int) -> SimpleConfig:
         "fakequant_precision_mode": FORCE_FP16 if config.force_fp16 else None,
         "weight_rounding": config.weight_rounding,
         "weight_scale": config.weight_scale,
+        "bias_correction": config.bias_correction,
     }
     given = {key: value for key, value in extra.items() if value is not None}
     default = config == QuantConfig(batch_num=config.batch_num)

@@ -346,7 +346,9 @@ def _listing(types: Collection[str]) -> str:
 LAYER_OVERRIDES = "override_layer_configs"
 TYPE_OVERRIDES = "override_layer_types"
 FUSION_SKIPS = "skip_fusion_layers"
-_SCALARS = ("batch_num", "activation_offset", "do_fusion", "fakequant_precision_mode")
+_SCALARS = (
+    "batch_num", "activation_offset", "do_fusion", "fakequant_precision_mode", "weight_rounding", "bias_correction",
+)  # fmt: skip
 _LISTS = (
     "skip_layers", "skip_layer_types", FUSION_SKIPS, "quant_skip_layers", "quant_skip_types",
     "regular_prune_skip_layers", "regular_prune_skip_types",

@@ -106,11 +106,15 @@ def _quantize_layer(graph: OnnxGraph, layer: OnnxLayer, quantizers: _Quantizers)
     straighten_gemm(graph, layer)
     _insert_quant(graph, layer, quantizers)
     if layer.weight is not None:
-        name = replace_weight(graph, layer, layer.integer_weight())
+        integers = layer.integer_weight()
+        name = replace_weight(graph, layer, integers)
         if layer.qparams.weight.bits == 4:
-            graph.set_initializer(name, _packed(layer))
+            graph.set_initializer(name, _packed(layer, integers))
+        layer = layer.with_own_bias(integers)
         if layer.adds_integers:
             _replace_bias(graph, layer)
+        else:
+            _replace_float_bias(graph, layer)
     _insert_dequant(graph, layer)
 
 
@@ -153,6 +157,12 @@ def _replace_bias(graph: OnnxGraph, layer: OnnxLayer) -> None:
     graph.set_input(*layer.bias_place, as_float)
 
 
+def _replace_float_bias(graph: OnnxGraph, layer: OnnxLayer) -> None:
+    """Store the corrected bias of a layer that adds it in float, behind the dequantization."""
+    if layer.bias is not None and layer.qparams.corrects_bias and layer.qparams.mean is not None:
+        replace_bias(graph, layer, layer.bias.astype(_numpy_float(layer)))
+
+
 def dequant_param(scale: NDArray[np.float32]) -> NDArray[np.uint64]:
     """Ascend's dequantization parameter: float32 bits in the low 32 bits; the weight offset byte above them is 0."""
     return np.ascontiguousarray(scale, dtype=np.float32).view(np.uint32).astype(np.uint64)
@@ -171,14 +181,14 @@ def pack_int4(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
     return np.ascontiguousarray(np.moveaxis(packed, 0, axis))
 
 
-def _packed(layer: OnnxLayer) -> NDArray[np.int8]:
+def _packed(layer: OnnxLayer, integers: NDArray[np.int8]) -> NDArray[np.int8]:
     if layer.groups > 1:
         raise ExportError(
             f'layer "{layer.name}": INT4 weights of a convolution with {layer.groups} groups cannot be packed; '
             "use 8-bit weights here"
         )
     try:
-        return pack_int4(stored_weight(layer, layer.integer_weight()), _CHANNEL_IN_AXIS[layer.kind])
+        return pack_int4(stored_weight(layer, integers), _CHANNEL_IN_AXIS[layer.kind])
     except ExportError as error:
         raise ExportError(f'layer "{layer.name}": {error}') from error
 
@@ -293,9 +303,13 @@ def _simulate_layer(graph: OnnxGraph, layer: OnnxLayer, quantizers: _Quantizers)
     graph.set_input(layer.reader, 0, quantizers[key])
     if layer.weight is not None:
         straighten_gemm(graph, layer)
-        replace_weight(graph, layer, layer.integer_weight(), dtype=np.float32)
+        integers = layer.integer_weight()
+        replace_weight(graph, layer, integers, dtype=np.float32)
+        layer = layer.with_own_bias(integers)
         if layer.adds_integers:
             replace_bias(graph, layer, layer.integer_bias().astype(np.float32))
+        else:
+            _replace_float_bias(graph, layer)
     return _insert_dequantizer(graph, layer)
 
 

@@ -179,6 +179,11 @@ class LayerQParams:
         hidden: Of the hidden state of a recurrent layer.
         balance: DMQ's factors, one per input channel: the input is divided by them, the weight multiplied.
         sizes: By number of the input: channels, height and width of an image, which Caffe's records have.
+        cancels_errors: Whether the weight is rounded so that errors cancel, not to the nearest.
+        mean: The mean of each channel of the first input, after balancing: what the weight is multiplied by.
+        corrects_bias: Whether the bias makes up for the mean error of rounding the weight, where the mean is known.
+        lost: What each output loses on average where exported models hold the rounded weight, because its rounding is
+            learned: of the rounded weight alone it cannot be told.
     """
 
     inputs: Mapping[int, QParams]
@@ -186,6 +191,10 @@ class LayerQParams:
     hidden: QParams | None = None
     balance: Tensor | None = None
     sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    cancels_errors: bool = False
+    mean: Tensor | None = None
+    corrects_bias: bool = False
+    lost: Tensor | None = None
 
     @property
     def input(self) -> QParams:

@@ -52,6 +52,45 @@ def quantize_weight_cancelling_errors(weight: Tensor, qparams: QParams, kind: We
     )
 
 
+def integer_weight(
+    weight: Tensor, qparams: QParams, kind: WeightKind, groups: int = 1, *, cancel_errors: bool
+) -> Tensor:
+    """Quantize a weight to int8, in its own shape: to the nearest, or so that the errors cancel.
+
+    Raises:
+        CalibrationError: the weight holds NaN.
+        ArgumentError: the parameters do not fit the weight.
+    """
+    quantized = quantize_weight_cancelling_errors if cancel_errors else quantize_weight
+    return quantized(weight, qparams, kind, groups)
+
+
+def bias_correction(weight: Tensor, integers: Tensor, scale: Tensor, mean: Tensor, groups: int = 1) -> Tensor:
+    """What each output loses on average because the weight is rounded; added to the bias, the mean error is zero.
+
+    Args:
+        weight: ``[Cout, Cin/groups, ...]`` of a convolution or linear layer.
+        integers: The rounded weight, in the same shape.
+        scale: Its ``[1]`` or ``[Cout]`` scales.
+        mean: The mean of each input channel ``[Cin]``.
+        groups: Of a convolution.
+
+    Returns:
+        ``[Cout]`` in float64.
+    """
+    rows = weight.shape[0]
+    steps = scale.double().reshape(-1, 1).expand(rows, 1)
+    group = torch.arange(groups, device=weight.device).repeat_interleave(rows // groups)
+    means = mean.to(weight.device).double().reshape(groups, -1)
+    found = []
+    for part in row_chunks(rows, weight.numel()):
+        exact = weight[part].detach().double().flatten(1)
+        errors = exact.addcmul_(integers[part].flatten(1).double(), steps[part], value=-1)
+        by_channel = errors.reshape(errors.shape[0], weight.shape[1], -1).sum(2)
+        found.append((by_channel * means[group[part]]).sum(1))
+    return torch.cat(found)
+
+
 def round_weight(weight: Tensor, qparams: QParams, kind: WeightKind, groups: int = 1, *, cancel_errors: bool) -> Tensor:
     """The weight rounded to its grid, in its own shape and dtype: to the nearest, or so that the errors cancel.
 
@@ -61,7 +100,7 @@ def round_weight(weight: Tensor, qparams: QParams, kind: WeightKind, groups: int
     """
     if not cancel_errors:
         return fake_quantize_weight(weight, qparams, kind, groups)
-    integers = channels_first(quantize_weight_cancelling_errors(weight, qparams, kind, groups), kind, groups)
+    integers = channels_first(integer_weight(weight, qparams, kind, groups, cancel_errors=True), kind, groups)
     per_row = qparams.per_row(integers.shape[0])
     rows = integers.shape[0]
     scale, offset = per_row.scale.expand(rows), per_row.offset.expand(rows)

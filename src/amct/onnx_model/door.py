@@ -100,9 +100,13 @@ class OnnxPreparation(PreparedForOnnx):
         """Observers of tensors that only the QDQ file needs: tensors between layers, and layer inputs per channel."""
         if self.tensor_plan is None:
             return {}
-        inputs = self.layer_inputs({name: layer.reader.input[0] for name, layer in self.onnx_layers.items()})
+        inputs = self.layer_inputs(self.input_tensors())
         observers: dict[str, TensorObserver] = {each.tensor: each.observer() for each in inputs}
         return observers | {name: MinMaxObserver() for name in self.tensor_plan.observed}
+
+    def input_tensors(self) -> Mapping[str, str]:
+        """By layer: the name of its input."""
+        return {name: layer.reader.input[0] for name, layer in self.onnx_layers.items()}
 
     def rounded_model(self, kept: KeptWeights | None = None) -> ModelProto:
         """The folded model with fake-quantized weights; ``kept`` takes large ones."""

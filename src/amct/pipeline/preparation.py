@@ -25,7 +25,7 @@ from amct.model import Skip
 from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.settings import AdaRoundSettings, WeightKind
 from amct.pipeline.door import LayerFreedom
-from amct.pipeline.weights import quantize_weights, suited_to_bias, with_bits
+from amct.pipeline.weights import corrected_bias, mean_loss, quantize_weights, suited_to_bias, with_bits
 from amct.record import Record
 from amct.record.conversion import layer_record
 from amct.report.filling import QuantizedInput, ReportLayer, folded_notes
@@ -61,16 +61,18 @@ class LayerInput:
     Attributes:
         layer: The first layer that reads it.
         tensor: Its ONNX name.
+        channel_axis: The axis of its channels.
         weight: The weights of all layers that read it, if these are linear: then it may be balanced.
     """
 
     layer: str
     tensor: str
+    channel_axis: int = 1
     weight: Tensor | None = None
 
     def observer(self) -> LayerInputObserver:
         """A new observer."""
-        return LayerInputObserver(channel_axis=1 if self.weight is None else -1, weight=self.weight)
+        return LayerInputObserver(channel_axis=self.channel_axis, weight=self.weight)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,7 +164,8 @@ class PreparedForOnnx(ABC):
 
     def quantized_layers(self, result: CalibrationResult) -> dict[str, LayerQParams]:
         """The parameters of weights and inputs; a few weight scales are changed to suit the bias of their channel."""
-        return self._suited(self.with_inputs(result))
+        observed = self._observed_channels(self.input_tensors()) if result.tensors else {}
+        return self._suited(with_means(self.with_inputs(result), result.tensors, observed))
 
     def freedom(self) -> dict[str, LayerFreedom]:
         """By quantized layer: what it could become instead."""
@@ -207,6 +210,7 @@ class PreparedForOnnx(ABC):
                 qparams,
                 inputs=with_bits(layers[name].inputs, plan.find(name)),
                 hidden=layers[name].hidden,
+                mean=layers[name].mean,
             )
             for name, qparams in made.weight_qparams().items()
         }
@@ -214,10 +218,19 @@ class PreparedForOnnx(ABC):
 
     def _suited(self, layers: dict[str, LayerQParams]) -> dict[str, LayerQParams]:
         for name, qparams in layers.items():
-            bias = self.bias(name)
+            plan, bias = self.plan.find(name), self.bias(name)
+            weights = self.weights[name]
+            layers[name] = replace(qparams, corrects_bias=plan is not None and plan.bias_correction)
             if bias is not None:
-                layers[name] = suited_to_bias(name, qparams, self.weights[name], bias)
+                if weights.custom_rounding:
+                    layers[name] = replace(layers[name], lost=mean_loss(layers[name], weights))
+                corrected = corrected_bias(layers[name], weights, bias)
+                layers[name] = suited_to_bias(name, layers[name], weights, corrected)
         return layers
+
+    @abstractmethod
+    def input_tensors(self) -> Mapping[str, str]:
+        """By layer: the ONNX name of its input; none if the model has no ONNX form."""
 
     def output_tensors(self, layers: Mapping[str, LayerQParams]) -> dict[str, tuple[str, ...]]:
         """By layer: the outputs of its nodes; recurrent layers, which have several, and models without ONNX: none."""
@@ -254,30 +267,47 @@ class PreparedForOnnx(ABC):
         )
 
     def layer_inputs(self, tensors: Mapping[str, str]) -> list[LayerInput]:
-        """The layer inputs that are observed channel by channel: for bias correction and balancing in the QDQ file.
+        """The layer inputs that are observed channel by channel; ``tensors`` has the ONNX name of each layer's input.
 
-        Those are the inputs of 8-bit convolutions and linear layers that are neither balanced nor learned by AdaRound,
-        because the QDQ file may round their weights again. ``tensors`` has the ONNX name of each layer's input.
+        Their means are needed to correct biases. Where all readers are linear layers of 8 bits with plain weights, they
+        may be balanced too, because the QDQ file may round these weights again.
         """
         readers: dict[str, list[str]] = {}
-        for layer in self.layer_plans:
-            weights = self.weights[layer.name]
-            eight_bits = layer.activation.num_bits == weights.bits == 8
-            plain = weights.balance is None and not weights.custom_rounding
-            kinds = {source.kind for source in weights.sources}
-            if layer.name in self.calls:
-                continue  # its inputs differ, but its nodes share their weights
-            if eight_bits and plain and kinds and kinds <= {WeightKind.CONV, WeightKind.LINEAR}:
-                readers.setdefault(tensors[layer.name], []).append(layer.name)
+        for name, tensor in self._observed_channels(tensors).items():
+            readers.setdefault(tensor, []).append(name)
         found = []
         for tensor, names in readers.items():
             sources = [self.weights[name].sources[0] for name in names]
-            all_linear = all(source.kind is WeightKind.LINEAR for source in sources)
             weight = None
-            if all_linear:
+            if all(source.kind is WeightKind.LINEAR for source in sources) and all(map(self._is_plain, names)):
                 rows = [source.tensor for source in sources]
                 weight = rows[0] if len(rows) == 1 else torch.cat(rows)
-            found.append(LayerInput(layer=names[0], tensor=tensor, weight=weight))
+            axis = -1 if sources[0].kind is WeightKind.LINEAR else 1
+            found.append(LayerInput(layer=names[0], tensor=tensor, channel_axis=axis, weight=weight))
+        return found
+
+    def _is_plain(self, name: str) -> bool:
+        """Whether a layer has 8 bits, and weights that are neither balanced nor rounded in a learned way."""
+        plan, weights = self.plan.find(name), self.weights[name]
+        own_integers = weights.balance is None and not weights.custom_rounding
+        return plan is not None and own_integers and plan.activation.num_bits == weights.bits == 8
+
+    def _observed_channels(self, tensors: Mapping[str, str]) -> dict[str, str]:
+        """By layer whose input is observed channel by channel: the ONNX name of that input.
+
+        Those are convolutions and linear layers if their bias is corrected, else those of 8 bits with plain weights.
+        Not a layer that is computed several times, whose inputs differ but share its weights.
+        """
+        found = {}
+        for layer in self.layer_plans:
+            weights = self.weights[layer.name]
+            if layer.name in self.calls or len(weights.sources) != 1:
+                continue
+            (source,) = weights.sources
+            plain = self._is_plain(layer.name)
+            is_product = source.kind in (WeightKind.CONV, WeightKind.LINEAR) and not source.gates
+            if is_product and (plain or layer.bias_correction) and layer.name in tensors:
+                found[layer.name] = tensors[layer.name]
         return found
 
     def network(self, integer_tensors: Collection[str] = ()) -> Network | None:
@@ -331,6 +361,32 @@ class PreparedForOnnx(ABC):
             skipped=self.skips,
             config=config_text(self.plan),
         )
+
+
+def inputs_of_nodes(model: ModelProto) -> dict[str, str]:
+    """By name of a node: its first input. Nodes that compute a layer have its name."""
+    return {node.name: node.input[0] for node in model.graph.node if node.input}
+
+
+def with_means(
+    layers: Mapping[str, LayerQParams], tensors: Mapping[str, Observed] | None, inputs: Mapping[str, str]
+) -> dict[str, LayerQParams]:
+    """The parameters of layers with the means of their inputs, where these were observed.
+
+    Args:
+        layers: The parameters.
+        tensors: What was observed of the tensors between layers.
+        inputs: By layer: the ONNX name of its input.
+    """
+    found = dict(layers)
+    for name, qparams in layers.items():
+        observed = (tensors or {}).get(inputs.get(name, ""))
+        if observed is not None and observed.mean is not None:
+            balance = qparams.balance
+            fits = balance is None or balance.numel() == observed.mean.numel()
+            mean = observed.mean if balance is None or not fits else observed.mean / balance
+            found[name] = replace(qparams, mean=mean if fits else None)
+    return found
 
 
 def _report_layer(plan: LayerPlan, data: QParams, weights: QuantizedWeights) -> ReportLayer:

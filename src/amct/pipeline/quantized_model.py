@@ -28,7 +28,7 @@ from amct.report.content import SIMULATION
 from amct.report.filling import ReportSubject, report_content
 from amct.report.measuring import MeasuredReport, check_metric
 from amct.report.page import write_page
-from amct.report.summary import summary_html, summary_text
+from amct.report.summary import rounding_text, summary_html, summary_text
 
 if TYPE_CHECKING:
     import os
@@ -197,7 +197,7 @@ class QuantizedModel:
     def summary(self) -> str:
         """What was quantized, what was folded, what stays float and why, and the verdict, as text."""
         text = summary_text(self.prepared.name, self.record, self._folded_count, self.skipped)
-        lines = [text]
+        lines = [line for line in (text, rounding_text(self.qparams.values())) if line]
         lines += [] if self.calibration is None else [f"calibrated on {self.calibration}"]
         lines += [] if self.certificate is None else [f"certificate {self.certificate}"]
         return "\n".join([*lines, f"verdict {self.verdict or NOT_JUDGED}"])

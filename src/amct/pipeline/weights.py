@@ -14,8 +14,8 @@ from amct.numerics.arq import arq, channels_first, from_channels_first, reorder_
 from amct.numerics.balancing import balance_activation, balance_weight, dmq
 from amct.numerics.integer import lowest_scale
 from amct.numerics.qparams import LayerQParams, QParams
-from amct.numerics.rounding import round_weight
-from amct.numerics.settings import AdaRoundSettings, ArqSettings
+from amct.numerics.rounding import bias_correction, integer_weight, round_weight
+from amct.numerics.settings import AdaRoundSettings, ArqSettings, WeightKind
 from amct.numerics.snq import ClusteredWeight, absorb_multiplier, decode, pack_nibbles
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from amct.config.plan import LayerPlan
     from amct.model.kinds import LayerKind
-    from amct.numerics.settings import WeightKind
 
 logger = logging.getLogger(__name__)
 
@@ -178,8 +177,8 @@ class QuantizedWeights:
 
     Attributes:
         weights: In the order of the layer's parameters.
-        custom_rounding: Whether the rounding is learned (AdaRound) or error-cancelling, not to the nearest: an exported
-            file then stores the rounded weight, because the integers do not follow from float weight and scale.
+        custom_rounding: Whether the rounding is learned (AdaRound): an exported file then stores the rounded weight,
+            because the integers do not follow from float weight and scale.
         can_pack: Whether two 4-bit weights can share a byte.
     """
 
@@ -223,7 +222,8 @@ class QuantizedWeights:
                 scale = reorder_gates(scale, gates.onnx_gates)
             found.append(QParams.symmetric(scale, self.recorded_bits))
         balance = None if self.balance is None else self.balance.float().cpu()
-        return LayerQParams(inputs={}, weights=tuple(found), balance=balance)
+        cancels_errors = any(weight.cancel_errors for weight in self.weights) and not self.custom_rounding
+        return LayerQParams(inputs={}, weights=tuple(found), balance=balance, cancels_errors=cancels_errors)
 
     def real(self) -> dict[str, Tensor]:
         """By name: the weight on its grid with DMQ's factors multiplied in; read-only."""
@@ -282,7 +282,7 @@ def quantize_weights(
         except AmctError as error:
             raise layer_error(plan.name, error) from error
         found.append(QuantizedWeight(source=given, qparams=qparams, cancel_errors=cancel_errors))
-    return QuantizedWeights(weights=tuple(found), custom_rounding=cancel_errors, can_pack=can_pack)
+    return QuantizedWeights(weights=tuple(found), can_pack=can_pack)
 
 
 def balance_factors(plan: LayerPlan, source: FloatWeight, maximum: Tensor) -> Tensor:
@@ -316,6 +316,35 @@ def check_weight(layer: str, source: FloatWeight) -> None:
             f'layer "{layer}": {bad} of {weight.numel()} values of {source.name} are NaN or infinite; '
             "repair the model, or leave this layer in float"
         )
+
+
+def mean_loss(qparams: LayerQParams, weights: QuantizedWeights) -> Tensor | None:
+    """What each output of a convolution or linear layer loses on average because its weight is rounded.
+
+    None where its bias is not to be corrected, or the mean of its input is unknown.
+    """
+    if not qparams.corrects_bias or qparams.mean is None or not weights.weights:
+        return None
+    weight = weights.weights[0]
+    source, integers, scale = weight.source, weight.integers, weight.qparams.scale
+    exact = source.balanced()
+    if source.kind is WeightKind.CONV_TRANSPOSE or qparams.mean.numel() != exact.shape[1] * source.groups:
+        return None
+    if weight.stored is not None:
+        integers, scale = weight.stored, torch.ones(1)
+    elif integers is None:
+        cancels, scale = qparams.cancels_errors, qparams.weight.scale
+        integers = integer_weight(exact, qparams.weight, source.kind, source.groups, cancel_errors=cancels)
+    return bias_correction(exact, integers, scale.to(exact.device), qparams.mean, source.groups)
+
+
+def corrected_bias(qparams: LayerQParams, weights: QuantizedWeights, bias: Tensor) -> Tensor:
+    """The bias that belongs to the rounded weight: that of every file and simulation.
+
+    Where the plan asks for it and the mean of the layer's input is known, it makes up for the mean error of rounding.
+    """
+    loss = qparams.lost if qparams.lost is not None else mean_loss(qparams, weights)
+    return bias if loss is None else (bias.detach().double() + loss).float()
 
 
 def suited_to_bias(layer: str, qparams: LayerQParams, weights: QuantizedWeights, bias: Tensor) -> LayerQParams:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,11 @@ from amct.config.ptq.pytorch import PYTORCH
 from amct.errors import CalibrationError, ExportError, RecordError, RecordValueError
 from amct.export.check.batch import batch_beside
 from amct.export.check.losses import Reference
+from amct.export.onnx.layer import further_node
 from amct.export.request import SavePath, SaveRequest
 from amct.export.saving import OnnxFiles, save_files
 from amct.model import Skip
+from amct.pipeline.preparation import inputs_of_nodes, with_means
 from amct.pytorch.calibrating import balancing_model, start_calibration
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.inputs import IoOptions
@@ -42,10 +45,12 @@ from amct.record.conversion import layer_qparams, read_tensor_qparams, tensor_qp
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from onnx import ModelProto
     from torch import Tensor
 
     from amct.atomic import AnyPath
     from amct.config.plan import Plan
+    from amct.numerics.qparams import LayerQParams, Observed
     from amct.pytorch.capture.trace import Traced
 
 logger = logging.getLogger(__name__)
@@ -255,7 +260,7 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
     files = OnnxFiles(
         request=SaveRequest(where=where, record_file=Path(record_file)),
         model=model,
-        layers={name: layer_qparams(entry) for name, entry in record.items()},
+        layers=_layers_of(record, notes, tensors, model),
         tensors=tensors,
         reference=Reference(inputs=inputs, origin=origin),
         folded=notes.fusions,
@@ -263,6 +268,21 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         config=notes.config,
     )
     save_files(files)
+
+
+def _layers_of(
+    record: Record, notes: FileNotes, tensors: Mapping[str, Observed] | None, model: ModelProto
+) -> dict[str, LayerQParams]:
+    """The parameters of the record, with what ``quantize_model`` has noted and calibration has seen of each layer."""
+    found = {name: layer_qparams(entry) for name, entry in record.items()}
+    for name, layer in notes.layers.items():
+        if name in found:
+            corrects, cancels = layer.corrects_bias, layer.cancels_errors
+            found[name] = replace(found[name], corrects_bias=corrects, cancels_errors=cancels)
+    names = {node.name for node in model.graph.node}
+    inputs = inputs_of_nodes(model)
+    once = {name: inputs[name] for name in found if name in inputs and further_node(name, 1) not in names}
+    return with_means(found, tensors, once)
 
 
 def _plan(content: bytes, config_file: AnyPath, traced: Traced) -> Plan:

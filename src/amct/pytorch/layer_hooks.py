@@ -20,6 +20,7 @@ from amct.errors import AmctError
 from amct.numerics.affine import dequantize, fake_quantize, quantize_bias
 from amct.numerics.balancing import balance_activation
 from amct.pipeline.door import ModelOutput
+from amct.pipeline.weights import corrected_bias
 from amct.pytorch.call_sites import all_values, on_all_values
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import put_weights
@@ -326,7 +327,8 @@ def _round_biases(module: nn.Module, weights: QuantizedWeights, qparams: LayerQP
     for name, step, each in zip(names, steps, data, strict=False):
         bias = getattr(module, name, None)
         if isinstance(bias, torch.Tensor) and each is not None:
-            put_weights(module, {name: _rounded_bias(bias.detach(), step, each.step)})
+            corrected = corrected_bias(qparams, weights, bias.detach())
+            put_weights(module, {name: _rounded_bias(corrected, step, each.step).to(bias.dtype)})
 
 
 def _rounded_bias(bias: Tensor, qparams: QParams, scale: float) -> Tensor:

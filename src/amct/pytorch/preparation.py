@@ -16,7 +16,7 @@ from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.runtime import as_tensor
 from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline.door import Calibration
-from amct.pipeline.preparation import PreparedForOnnx, enabled_layers
+from amct.pipeline.preparation import PreparedForOnnx, enabled_layers, inputs_of_nodes
 from amct.pipeline.weights import quantize_weights
 from amct.pytorch.adaround import learn_rounding
 from amct.pytorch.calibrating import start_calibration
@@ -159,8 +159,12 @@ class TorchPreparation(PreparedForOnnx):
         if plan is None or isinstance(onnx, ExportError):
             return None
         watch = find_tensors(self.traced, self.fused.fusions, plan.observed, onnx.tensors)
-        inputs = {node.name: node.input[0] for node in onnx.model.graph.node if node.input}
-        return replace(watch, given=self.layer_inputs(inputs))
+        return replace(watch, given=self.layer_inputs(self.input_tensors()))
+
+    def input_tensors(self) -> Mapping[str, str]:
+        """By layer: the ONNX name of its input."""
+        onnx = self.default_onnx
+        return {} if isinstance(onnx, ExportError) else inputs_of_nodes(onnx.model)
 
     # -- interface of the quantization flow ----------------------------------------------------------------------------
 

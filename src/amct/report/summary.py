@@ -10,9 +10,10 @@ from markupsafe import Markup
 from amct.printable import LONGEST_LAYER_NAME, counted, escaped, printable, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from amct.model import Skip
+    from amct.numerics.qparams import LayerQParams
     from amct.record import AnyRecord
 
 
@@ -31,6 +32,22 @@ def summary_html(name: str, record: AnyRecord, folded: int, skipped: Sequence[Sk
 
 def _shown(skip: Skip) -> str:
     return escaped(shortened(skip.layer, LONGEST_LAYER_NAME))
+
+
+def rounding_text(layers: Iterable[LayerQParams]) -> str:
+    """How weights were rounded and biases corrected, and which file has other integers; "" for AMCT's rounding."""
+    weighted = [each for each in layers if each.weights]
+    cancelling = sum(each.cancels_errors for each in weighted)
+    corrected = sum(each.corrects_bias and each.mean is not None for each in weighted)
+    if not cancelling and not corrected:
+        return ""
+    return (
+        f"rounding errors of weights cancel in {cancelling} of {len(weighted)} layers, and the biases of {corrected} "
+        "make up for the mean error\n"
+        "  all files hold these integers, but the QDQ file for every CPU (portable) rounds convolutions and linear "
+        "layers again,\n"
+        "  so that pairs of weights fit 16 bits, and in QDQ files a linear layer has one scale per output"
+    )
 
 
 def summary_text(name: str, record: AnyRecord, folded: int, skipped: Sequence[Skip]) -> str:

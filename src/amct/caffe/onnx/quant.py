@@ -193,7 +193,7 @@ class _Parts:
             # The 16 values of non-uniform weights lie on an 8-bit grid.
             weights = [replace(each, bits=NARROW) if each.bits == _TABLE_BITS else each for each in qparams.weights]
             own = replace(data, bits=self._bits(layer.name, data))
-            self.qparams[binding.layer] = LayerQParams(inputs={0: own}, weights=tuple(weights))
+            self.qparams[binding.layer] = replace(qparams, inputs={0: own}, weights=tuple(weights), sizes={})
 
     def _bits(self, layer: str, data: QParams) -> int:
         if data.bits <= NARROW:

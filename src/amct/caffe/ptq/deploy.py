@@ -18,6 +18,7 @@ from amct.caffe.ptq.graph import insert_quant, taken_names
 from amct.caffe.ptq.quantized_weights import fitted_bias, may_overflow, real_blobs, sum_scale, with_bias
 from amct.numerics.integer import dequantized_bias
 from amct.numerics.qparams import LayerQParams, QParams
+from amct.pipeline.weights import corrected_bias
 from amct.record import CaffeRecord
 from amct.record.conversion import caffe_layer_record
 
@@ -164,6 +165,8 @@ class Results:
         self._weights = dict(weights)
         self._integer: dict[str, IntegerLayer] = {}
         self._recurrent: dict[str, RecurrentWeights] = {}
+        self._biases: dict[str, torch.Tensor] = {}
+        """The biases that make up for the mean error of rounding the weights."""
         self.layers: dict[str, LayerQParams] = {}
         for layer in model.layers:
             if layer.name not in layers:
@@ -185,6 +188,8 @@ class Results:
         else:
             inputs = [qparams.inputs[index] for index in range(len(layer.bottom))]
             bias = blobs[1] if len(blobs) > 1 else None
+            if bias is not None:
+                bias = self._biases[layer.name] = corrected_bias(qparams, weights, bias)
             scales = [data.step for data in inputs]
             made = self._integer[layer.name] = with_bias(
                 layer.name, weights, bias, scales, may_raise_scale=may_raise_scale
@@ -198,7 +203,8 @@ class Results:
                 layer.name,
                 overflowing,
             )
-        return replace(qparams, weights=weights.qparams().weights)
+        own = weights.qparams()
+        return replace(qparams, weights=own.weights, cancels_errors=own.cancels_errors)
 
     # ------------------------------------------------------------------ fake-quant
 
@@ -248,6 +254,8 @@ class Results:
         model = self._model.copy()
         for name in changed:
             model.weights[name] = real_blobs(self._weights[name], model.weights[name])
+            if name in self._biases:  # exporters find no error to correct in weights that are rounded already
+                model.weights[name][1] = self._biases[name]
         return model
 
     # ------------------------------------------------------------------ deploy

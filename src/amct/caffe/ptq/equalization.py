@@ -18,12 +18,11 @@ import torch
 from amct import log
 from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup
-from amct.caffe.engine.layers.ifmr import observed_inputs
 from amct.caffe.model import blob_shapes, caffe_batches, read_model, run_net, write_model
 from amct.caffe.prototxt import restore_in_place
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics, float_weight, fuse
-from amct.caffe.ptq.graph import start_calibration
+from amct.caffe.ptq.graph import calibrated_layers, start_calibration
 from amct.errors import CalibrationError
 from amct.export.check.losses import matched_boxes, similarity_over
 from amct.numerics.balancing import ChannelStatistics, ConsumerNoise, choose_factors
@@ -124,7 +123,7 @@ def equalization_proposal(graph: QuantGraph, reference: Reference) -> str | None
         calibration.run(each.inputs for each in known)
         calibration.session.finish(complete=False)
         result = calibration.session.result
-    net = Results(trial.model, trial.weights, observed_inputs(result)).fake_quant().model.build(())
+    net = Results(trial.model, trial.weights, calibrated_layers(trial, result)).fake_quant().model.build(())
     expected = [dict(each.expected or ()) for each in known]
     before = [dict(each.simulated or ()) for each in known]
     after = [run_net(net, each.inputs) for each in known]

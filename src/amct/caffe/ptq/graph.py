@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from amct.caffe.engine.layers.batch_norm import dump_path
-from amct.caffe.engine.layers.ifmr import IFMR, start_session
+from amct.caffe.engine.layers.ifmr import IFMR, observed_inputs, start_session
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.messages import new_message
 from amct.caffe.engine.weights import read_file
@@ -31,8 +31,11 @@ from amct.config.layers import CAFFE_TYPES
 from amct.config.registry import settings_to_dict
 from amct.errors import ArgumentTypeError, CalibrationError, FileError
 from amct.model import TensorIndex
+from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
+from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.settings import IfmrSettings
 from amct.pipeline.door import Calibration
+from amct.pipeline.preparation import with_means
 from amct.record import CaffeRecord, RecordLayer
 from amct.record.conversion import caffe_layer_record
 
@@ -41,9 +44,10 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import Batch, CaffeModel
-    from amct.calibration import Ranks
+    from amct.calibration import CalibrationResult, Ranks
     from amct.config.plan import LayerPlan, Plan
     from amct.numerics.observer import TensorObserver
+    from amct.numerics.qparams import LayerQParams
     from amct.numerics.settings import BatchNormUpdate
     from amct.pipeline.weights import QuantizedWeights
 
@@ -412,7 +416,11 @@ def insert_quant(
     return inserted
 
 
-def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver], ranks: Ranks = ALONE) -> Calibration:
+def start_calibration(
+    graph: QuantGraph,
+    tensors: Mapping[str, TensorObserver],
+    ranks: Ranks = ALONE,
+) -> Calibration:
     """Start a calibration by the IFMR layers of a copy of the net of a graph whose weights are quantized.
 
     Args:
@@ -427,7 +435,13 @@ def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver], 
     insert_ifmr(model, graph.plans())
     net = model.build(tensors)
     layers = [layer for layer in net.layers if isinstance(layer, IFMR)]
-    session = start_session(layers, plans=graph.plans(), tensors=tensors, ranks=ranks)
+    means = _mean_observers(graph)
+    flat = {layer.bottom[0] for layer in graph.model.layers if layer.type == "InnerProduct"}
+    for layer in layers:  # a net reads a blob of several readers by other names
+        bottoms = graph.model.layer(layer.options.object_layer[0]).bottom
+        blob = bottoms[layer.options.index]
+        layer.shows, layer.flattens = blob if blob in means.keys() - tensors.keys() else "", blob in flat
+    session = start_session(layers, plans=graph.plans(), tensors={**means, **tensors}, ranks=ranks)
 
     def run(batches: Iterable[Batch]) -> None:
         for batch in batches:
@@ -439,3 +453,26 @@ def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver], 
                     session.observe_tensor(name, net.blob(name).tensor)
 
     return Calibration(session=session, run=run)
+
+
+def _corrected_layers(graph: QuantGraph) -> dict[str, str]:
+    """By layer whose bias is to be corrected: the blob that it reads."""
+    found = {}
+    for name, plan in graph.plans().items():
+        layer = graph.model.layer(name)
+        is_product = KIND_OF_CAFFE_TYPE.get(layer.type) in (LayerKind.CONV, LayerKind.LINEAR)
+        if plan.bias_correction and is_product and len(layer.bottom) == 1 and len(graph.model.weights[name]) > 1:
+            found[name] = layer.bottom[0]
+    return found
+
+
+def _mean_observers(graph: QuantGraph) -> dict[str, TensorObserver]:
+    """Observers of the inputs, by blob, whose means are needed to correct biases."""
+    return {blob: LayerInputObserver(channel_axis=1) for blob in _corrected_layers(graph).values()}
+
+
+def calibrated_layers(graph: QuantGraph, result: CalibrationResult) -> dict[str, LayerQParams]:
+    """The parameters of all inputs after calibration, with what correcting the biases needs."""
+    corrected = _corrected_layers(graph)
+    layers = with_means(observed_inputs(result), result.tensors, corrected)
+    return {name: replace(each, corrects_bias=name in corrected) for name, each in layers.items()}

@@ -119,7 +119,8 @@ def _uniform(source: FloatWeight, channel_wise: bool, scale: WeightScale) -> QPa
 def _rounded(source: FloatWeight, qparams: QParams, rounding: WeightRounding = "error_cancelling") -> QuantizedWeight:
     round_weight = quantize_weight if rounding == "nearest" else quantize_weight_cancelling_errors
     integers = round_weight(source.tensor, qparams, source.kind, groups=source.groups)
-    return QuantizedWeight(source=source, qparams=qparams, integers=integers)
+    cancels_errors = rounding == "error_cancelling"
+    return QuantizedWeight(source=source, qparams=qparams, cancel_errors=cancels_errors, integers=integers)
 
 
 def _clustered(source: FloatWeight, settings: SnqSettings) -> QuantizedWeight:

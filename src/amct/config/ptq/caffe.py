@@ -12,7 +12,7 @@ from amct.config.blocks import AlgorithmBlock, known_members
 from amct.config.checks import check_settings
 from amct.config.dialect import QuantBlock, label
 from amct.config.layers import CAFFE_ACTIVATION_BITS, CAFFE_TYPES, CAFFE_WEIGHT_BITS
-from amct.config.ptq.dialect import DATA_KEY, WEIGHT_KEY, PtqDialect
+from amct.config.ptq.dialect import DATA_KEY, ROUNDING_KEYS, WEIGHT_KEY, PtqDialect
 from amct.config.registry import CAFFE_WEIGHT
 from amct.config.simple_config import Level, Origin
 from amct.numerics.settings import (
@@ -53,6 +53,7 @@ class _Globals(CheckedSettings):
     bn_update_config: BatchNormUpdate = field(default_factory=BatchNormUpdate)
     weight_rounding: WeightRounding = "error_cancelling"
     weight_scale: WeightScale = "full_range"
+    bias_correction: Switch = False
 
 
 class CaffePtq(PtqDialect):
@@ -64,7 +65,7 @@ class CaffePtq(PtqDialect):
     types = CAFFE_TYPES
     weight = CAFFE_WEIGHT
     globals = _Globals
-    optional_globals = frozenset({JOINT_KEY, *UPDATE_KEYS, "weight_rounding", "weight_scale"})
+    optional_globals = frozenset({JOINT_KEY, *UPDATE_KEYS, *ROUNDING_KEYS})
     part_name = "layer"
     activation_bits = CAFFE_ACTIVATION_BITS
     balances = False

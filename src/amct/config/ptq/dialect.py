@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 _LayerT = TypeVar("_LayerT", LayerInfo, LayerBlock)
 
 BALANCE_KEY = "dmq_balancer_param"
+ROUNDING_KEYS = frozenset({"weight_rounding", "weight_scale", "bias_correction"})
+"""Global fields of our own: written only where they are given."""
+OWN_ROUNDING = MappingProxyType({"weight_rounding": "error_cancelling", "bias_correction": True})
+"""What quantizing in one call takes where the config does not say; AMCT's functions take AMCT's rounding."""
 DATA_KEY = "activation_quant_params"
 WEIGHT_KEY = "weight_quant_params"
 UNPACKABLE = "4-bit weights need one group and an even number of input channels"
@@ -291,9 +295,14 @@ class PtqDialect(QuantDialect):
 
     # -- plan ----------------------------------------------------------------------------------------------------------
 
-    def make_plan(self, config: FullConfig, layers: Iterable[LayerInfo]) -> Plan:
-        """Turn a full config, expanded or read, into the plan for the model it was checked against."""
-        model, problems, fields = LayerList(layers), ProblemList(), config.fields
+    def make_plan(
+        self, config: FullConfig, layers: Iterable[LayerInfo], rounding: Mapping[str, object] = MappingProxyType({})
+    ) -> Plan:
+        """Turn a full config, expanded or read, into the plan for the model it was checked against.
+
+        ``rounding`` has what applies instead of AMCT's where the config says nothing of ``ROUNDING_KEYS``.
+        """
+        model, problems, fields = LayerList(layers), ProblemList(), {**rounding, **config.fields}
         blocks = {layer.name: layer for layer in config.layers}
         planned = [layer for layer in model.quantizable(self.types) if layer.name in blocks]
         return Plan(
@@ -319,7 +328,6 @@ class PtqDialect(QuantDialect):
         }
         optional = {
             "fakequant_precision_mode": FORCE_FP16 if plan.force_fp16 else None,
-            "weight_rounding": next((layer.weight_rounding for layer in plan.layers), self.weight_rounding),
             "weight_scale": next((layer.weight_scale for layer in plan.layers), self.weight_scale),
         }
         values |= {
@@ -327,6 +335,9 @@ class PtqDialect(QuantDialect):
             for key, value in optional.items()
             if value is not None and value != getattr(self, key, None) and key in self.global_keys
         }
+        # One call and AMCT's functions have different defaults for these.
+        values["weight_rounding"] = next((layer.weight_rounding for layer in plan.layers), self.weight_rounding)
+        values["bias_correction"] = any(layer.bias_correction for layer in plan.layers)
         return {
             **self._written(self.globals(**values), values),
             **{layer.name: self._layer_config(layer) for layer in plan.layers},
@@ -360,6 +371,7 @@ class PtqDialect(QuantDialect):
             batch_num=fields["batch_num"],
             weight_rounding=fields.get("weight_rounding", self.weight_rounding),
             weight_scale=fields.get("weight_scale", self.weight_scale),
+            bias_correction=fields.get("bias_correction", False),
         )
 
     def _keeps_norm(self, layer: LayerInfo, fields: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from amct.config.layers import ACTIVATION_BITS, ADA_BITS, ARQ_BITS, MIGRATION_RANGE, PTQ_TYPES, can_int16
-from amct.config.ptq.dialect import BALANCE_KEY, DATA_KEY, UNPACKABLE, WEIGHT_KEY, PtqDialect
+from amct.config.ptq.dialect import BALANCE_KEY, DATA_KEY, ROUNDING_KEYS, UNPACKABLE, WEIGHT_KEY, PtqDialect
 from amct.config.registry import PYTORCH_WEIGHT
 from amct.config.simple_config import LayerConfig, Level, Origin
 from amct.numerics.settings import AtLeastOne, CheckedSettings, Names, Switch, Version, WeightRounding, WeightScale
@@ -36,6 +36,7 @@ class _Globals(CheckedSettings):
     skip_fusion_layers: Names = ()
     weight_rounding: WeightRounding = "nearest"
     weight_scale: WeightScale = "negative_side"
+    bias_correction: Switch = False
 
 
 class PyTorchPtq(PtqDialect):
@@ -47,7 +48,7 @@ class PyTorchPtq(PtqDialect):
     types = PTQ_TYPES
     weight = PYTORCH_WEIGHT
     globals = _Globals
-    optional_globals = frozenset({MODE_KEY, "weight_rounding", "weight_scale"})
+    optional_globals = frozenset({MODE_KEY, *ROUNDING_KEYS})
     part_name = "module"
     more_layer_keys = (BALANCE_KEY,)
     activation_bits = (8, 16)

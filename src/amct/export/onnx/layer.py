@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from amct.export.formats import LayerReport
 from amct.export.onnx.messages import attribute_value
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import quantize_bias
-from amct.numerics.arq import arq, quantize_weight, row_chunks
-from amct.numerics.rounding import paired_scale, round_cancelling_errors
+from amct.numerics.arq import arq
+from amct.numerics.rounding import bias_correction, integer_weight, paired_scale, round_cancelling_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -161,20 +161,24 @@ class OnnxLayer:
             raise ExportError(f'layer "{self.name}": {error}') from error
         return integers.numpy(), scale.numpy()
 
-    def bias_correction(
-        self, integers: NDArray[np.int8], scales: NDArray[np.float32], mean: NDArray[np.float32]
-    ) -> NDArray[np.float64]:
-        """Bias correction: the mean error of each output from weight rounding; ``mean`` is the mean of each input."""
+    def with_corrected_bias(self, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> OnnxLayer:
+        """The layer with a bias that makes up for the mean error of these integers, if the mean of its input is known.
+
+        ``scales`` are those of the integers: one, or one per output channel.
+        """
+        mean = self.qparams.mean
+        if mean is None or self.bias is None or mean.numel() != self.channels_in:
+            return self
         assert self.weight is not None
-        weight, wide = self.weight, scales.astype(np.float64).reshape(-1, *[1] * (self.weight.ndim - 1))
-        group = np.repeat(np.arange(self.groups), self.channels_out // self.groups)
-        means = mean.reshape(self.groups, -1)
-        found = []
-        for part in row_chunks(len(weight), weight.size):
-            error = weight[part] - integers[part] * (wide[part] if len(wide) > 1 else wide)
-            by_channel = error.reshape(*error.shape[:2], -1).sum(2)
-            found.append((by_channel * means[group[part]]).sum(1))
-        return np.concatenate(found)
+        weight = _as_tensor(self.weight)
+        loss = bias_correction(weight, shared_tensor(integers), shared_tensor(scales), mean, self.groups)
+        if self.qparams.lost is not None:
+            loss += self.qparams.lost
+        return replace(self, bias=(np.asarray(self.bias, np.float64) + loss.numpy()).astype(np.float32))
+
+    def with_own_bias(self, integers: NDArray[np.int8]) -> OnnxLayer:
+        """The layer with the bias that belongs to the record's own integers: corrected, where the layer is to be."""
+        return self.with_corrected_bias(integers, self.row_scales()) if self.qparams.corrects_bias else self
 
     def row_scales(self) -> NDArray[np.float32]:
         """Scales of W: one, or one per output channel (those per gate repeated)."""
@@ -230,7 +234,9 @@ class OnnxLayer:
 
     def _rounded(self, weight: NDArray[Any], qparams: QParams) -> NDArray[np.int8]:
         try:
-            return quantize_weight(_as_tensor(weight), qparams, self.kind.weight_kind, self.groups).numpy()
+            cancel_errors = self.qparams.cancels_errors and not self.kind.is_recurrent
+            kind, tensor = self.kind.weight_kind, _as_tensor(weight)
+            return integer_weight(tensor, qparams, kind, self.groups, cancel_errors=cancel_errors).numpy()
         except AmctError as error:
             raise ExportError(f'layer "{self.name}": {error}') from error
 

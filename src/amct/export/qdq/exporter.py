@@ -35,8 +35,6 @@ from amct.model import Skip
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
     from amct.export.formats import LayerReport
@@ -145,7 +143,7 @@ def _place_fast(
     graph = nodes.graph
     nodes.fast = True
     means_to_pooling(graph)
-    padded = merge_pads(graph, layers, _inputs(layers))
+    merge_pads(graph, layers, _inputs(layers))
     kept_float = [layer for layer in layers if not has_integer_kernel(layer)]
     skipped = _left_float(kept_float)
     layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
@@ -160,7 +158,6 @@ def _place_fast(
     keep_sums_apart(graph)
     if nodes.target is not Target.EXACT8:  # EXACT8 has the record's own integers
         layers = balance_inputs(layers, placed, tensors)
-        nodes.means = _means(layers, tensors, padded)
         layers = fold_balance(graph, layers)
     return layers, placed, skipped
 
@@ -245,20 +242,6 @@ def _left_float(layers: Sequence[OnnxLayer]) -> list[Skip]:
         )
         for layer in layers
     ]
-
-
-def _means(
-    layers: Sequence[OnnxLayer], tensors: Mapping[str, Observed], padded: Mapping[str, str]
-) -> dict[str, NDArray[np.float32]]:
-    """The per-channel mean of each layer's input, after balancing; ``padded`` is that of ``merge_pads``."""
-    means = {}
-    for layer in layers:
-        observed = padded.get(layer.name, layer.reader.input[0])
-        found = tensors.get(observed) if layer.weight is not None else None
-        if found is not None and found.mean is not None and len(found.mean) == layer.channels_in:
-            mean, balance = found.mean.numpy(), layer.qparams.balance
-            means[layer.name] = mean if balance is None else mean / balance.numpy()
-    return means
 
 
 def _why_exact(tensors: Mapping[str, Observed] | None, placement: Placement) -> str:

@@ -17,7 +17,6 @@ Activations are uint8: the record's integer + 128, with the zero point shifted b
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,8 +51,6 @@ class QdqNodes:
         self.target = target
         self.fast = False
         """Placement fast: the file may deviate from the record where that is closer to the float model."""
-        self.means: dict[str, NDArray[np.float32]] = {}
-        """By layer: the per-channel mean of its input, if known."""
         self.notes: list[str] = []
         self._bits: dict[str, int] = {}
         self._pairs: dict[tuple[str, QParams], tuple[str, str]] = {}
@@ -144,8 +141,10 @@ class QdqNodes:
             return
         again = self._is_rounded_again(layer)
         integers, scales = self._layer_weight(layer, again=again)
-        if again and layer.bias is not None:
-            layer = self._with_bias_correction(layer, integers, scales)
+        if not again:
+            layer = layer.with_own_bias(integers)
+        elif layer.bias is not None:  # its own integers have errors of their own
+            layer = layer.with_corrected_bias(integers, scales)
             integers, scales = _suited_to_bias(layer, integers, scales, scale_d)
         if layer.kind is LayerKind.CONV_TRANSPOSE and layer.groups > 1 and scales.size > 1:
             self._grouped_transposed(layer, integers, scales)
@@ -173,16 +172,6 @@ class QdqNodes:
         if bounded and max(int(integers.max()), -int(integers.min())) < 2 ** (BITS_OF_ANY_PAIR - 1):
             self._bits[layer.name] = BITS_OF_ANY_PAIR
         return integers, scales
-
-    def _with_bias_correction(
-        self, layer: OnnxLayer, integers: NDArray[np.int8], scales: NDArray[np.float32]
-    ) -> OnnxLayer:
-        """The layer with bias correction, if the means of its input are known."""
-        mean = self.means.get(layer.name)
-        if mean is None:
-            return layer
-        assert layer.bias is not None
-        return replace(layer, bias=layer.bias + layer.bias_correction(integers, scales, mean))
 
     def _weight(
         self, layer: OnnxLayer, index: int, integers: NDArray[np.int8], scales: NDArray[np.float32], axis: int

@@ -68,13 +68,11 @@ def _is_mean_of_positions(graph: OnnxGraph, node: NodeProto) -> bool:
     return sorted(axis % _PICTURE for axis in axes) == [2, 3]
 
 
-def merge_pads(graph: OnnxGraph, layers: Sequence[OnnxLayer], inputs: Mapping[str, InputToQuantize]) -> dict[str, str]:
+def merge_pads(graph: OnnxGraph, layers: Sequence[OnnxLayer], inputs: Mapping[str, InputToQuantize]) -> None:
     """Merge each zero Pad into the convolution that alone reads it, in place.
 
-    Returns by name of the convolution the tensor that it read, under which its input was observed. A Pad stays if its
-    input is read by other layers with other factors: it would have to be quantized once more.
+    A Pad stays if its input is read by other layers with other factors: it would have to be quantized once more.
     """
-    merged = {}
     for pad in [node for node in graph.nodes if node.op_type == "Pad"]:
         reader = graph.only_consumer(pad.output[0])
         readers = [inputs[layer.name] for layer in layers if layer.reader.input[0] in (pad.input[0], pad.output[0])]
@@ -83,12 +81,10 @@ def merge_pads(graph: OnnxGraph, layers: Sequence[OnnxLayer], inputs: Mapping[st
         amounts = _amounts(graph, pad, reader)
         if amounts is None:
             continue
-        merged[reader.name] = pad.output[0]
         graph.set_input(reader, 0, pad.input[0])
         graph.set_attribute(reader, "pads", amounts)
         graph.drop_attribute(reader, "auto_pad")
         graph.remove_node(pad)
-    return merged
 
 
 def _is_convolution_of(reader: NodeProto, pad: NodeProto) -> bool:
@@ -195,7 +191,11 @@ def balance_inputs(
         weight = layer.weight * found.balance.numpy()
         one_scale = np.abs(weight).max(keepdims=True).reshape(1) / np.float32(127)  # record scales do not fit here
         qparams = LayerQParams(
-            inputs={0: found}, weights=(QParams.symmetric(torch.from_numpy(one_scale)),), balance=found.balance
+            inputs={0: found},
+            weights=(QParams.symmetric(torch.from_numpy(one_scale)),),
+            balance=found.balance,
+            mean=None if layer.qparams.mean is None else layer.qparams.mean / found.balance,
+            lost=layer.qparams.lost,
         )
         balanced.append(replace(layer, weight=weight, given=qparams))
     return balanced
@@ -232,7 +232,9 @@ def _divided(layer: OnnxLayer, divisor: NDArray[np.float32]) -> OnnxLayer:
     weight = from_channels_first(rows, layer.weight.shape, kind, layer.groups).numpy()
     scales = np.broadcast_to(layer.row_scales(), divisor.shape) / divisor
     bias = None if layer.bias is None else layer.bias / divisor
-    qparams = replace(layer.qparams, weights=(replace(layer.qparams.weight, scale=torch.from_numpy(scales)),))
+    lost = None if layer.qparams.lost is None else layer.qparams.lost / torch.from_numpy(divisor)
+    weights = (replace(layer.qparams.weight, scale=torch.from_numpy(scales)),)
+    qparams = replace(layer.qparams, weights=weights, lost=lost)
     return replace(layer, weight=weight, bias=bias, given=qparams, rescaled=True)
 
 

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from amct.config.plan import LayerPlan
     from amct.model import LayerFacts
+    from amct.numerics.qparams import LayerQParams
     from amct.pytorch.preparation import TorchPreparation
 
 KEY = "amct"
@@ -49,6 +51,8 @@ class FileLayer(BaseModel):
     cin: int | None = None
     cout: int | None = None
     gates: int = 0
+    cancels_errors: bool = False
+    corrects_bias: bool = False
 
 
 class FileNotes(BaseModel):
@@ -85,10 +89,12 @@ class FileNotes(BaseModel):
 def file_notes(preparation: TorchPreparation, failure: str = "") -> FileNotes:
     """The metadata for the file of a prepared model."""
     modules = preparation.fused.model
+    plans = {plan.name: plan for plan in preparation.layer_plans}
+    quantized = preparation.weight_qparams()
     return FileNotes(
         producer=f"amct {__version__}",
         layers={
-            name: _file_layer(facts, modules.get_submodule(name), name in preparation.weights)
+            name: _file_layer(facts, modules.get_submodule(name), plans.get(name), quantized.get(name))
             for name, facts in preparation.traced.layers.items()
         },
         fusions={layer: [norm] for layer, norm in preparation.fused.fusions.items()},
@@ -98,11 +104,21 @@ def file_notes(preparation: TorchPreparation, failure: str = "") -> FileNotes:
     )
 
 
-def _file_layer(facts: LayerFacts, module: nn.Module, enabled: bool) -> FileLayer:
+def _file_layer(
+    facts: LayerFacts, module: nn.Module, plan: LayerPlan | None, qparams: LayerQParams | None
+) -> FileLayer:
     gates = KIND_OF_TORCH_TYPE[facts.type].gates
     weight = own_weight(module)
     rows = weight.shape[0] if gates and weight is not None else facts.out_channels
-    return FileLayer(type=facts.type, enabled=enabled, cin=facts.in_channels, cout=rows, gates=gates)
+    return FileLayer(
+        type=facts.type,
+        enabled=plan is not None,
+        cin=facts.in_channels,
+        cout=rows,
+        gates=gates,
+        cancels_errors=qparams is not None and qparams.cancels_errors,
+        corrects_bias=plan is not None and plan.bias_correction,
+    )
 
 
 def write_modified(path: Path, model: ModelProto | None, notes: FileNotes) -> None:

@@ -114,6 +114,10 @@ class IFMR(Layer):
         self._stream = caffe_stream(self.options.index)
         self._object_layers = tuple(reversed(self.options.object_layer))
         self._ends_batch = bool(self.options.reports_progress)
+        self.shows = ""
+        """The blob that the session observes channel by channel here; empty: none."""
+        self.flattens = False
+        """Whether each of its values is a channel, as for InnerProduct."""
 
     def connect(self, layers: Mapping[str, Layer]) -> None:
         """Check ``factors_from``; the last IFMR layer of a record file starts the session of all of them."""
@@ -138,6 +142,8 @@ class IFMR(Layer):
             self.file = None  # only the first batch is kept
         for layer in self._object_layers:  # only the stream of the first layer, the last one here, has an observer
             session.observe(layer, bottom, self._stream, ends_batch=self._ends_batch)
+        if self.shows:
+            session.observe_tensor(self.shows, bottom.flatten(1) if self.flattens else bottom)
         return [bottom]
 
     def streams(self, layers: Mapping[str, IFMR], plans: Mapping[str, LayerPlan]) -> Iterator[Stream]:
