@@ -40,7 +40,7 @@ from amct.data.arrays import read_arrays
 from amct.errors import AmctError, ArgumentTypeError, CalibrationError, FileError
 from amct.export.check.batch import KeptBatches
 from amct.interrupts import raise_if_interrupted
-from amct.memory import give_back_freed
+from amct.memory import LARGE_MODEL, give_back_freed
 from amct.pipeline.quantized_model import QuantizedModel
 
 if TYPE_CHECKING:
@@ -429,7 +429,8 @@ def quantize(
             interim = Interim(file, ranks, lambda: bound_to(_parts(model, plan, batches, example), ranks), begin)
         passes = Passes(batches, None if open_ended else plan.batch_num, ranks, interim)
         prepared = door.prepare(plan, passes, ranks)
-        give_back_freed()  # copies of weights that were folded
+        if weight_bytes >= LARGE_MODEL:
+            give_back_freed()  # copies of weights that were folded
         calibration = prepared.start_calibration(ranks)
         seen = KeptBatches()
         with closing(calibration.session):
