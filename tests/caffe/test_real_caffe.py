@@ -20,10 +20,10 @@ from amct.record import read_caffe_record
 
 pytestmark = [pytest.mark.real_caffe, pytest.mark.assets]
 
-LSTM = """
+RECURRENT = """
 layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 6 dim: 3 dim: 10 } } }
 layer { name: "cont" type: "Input" top: "cont" input_param { shape { dim: 6 dim: 3 } } }
-layer { name: "lstm" type: "LSTM" bottom: "x" bottom: "cont" top: "h" recurrent_param { num_output: 16 } }
+layer { name: "rec" type: "KIND" bottom: "x" bottom: "cont" top: "h" recurrent_param { num_output: 16 } }
 layer { name: "fc" type: "InnerProduct" bottom: "h" top: "fc" inner_product_param { num_output: 5 axis: 2 } }
 """
 
@@ -72,13 +72,16 @@ def detector(assets, folder):
     return flow, [[faces[:1]], [faces[1:2]]], [[each[None]] for each in faces[2:]]
 
 
-def lstm(_, folder):
-    made = text_flow(LSTM, folder)
-    random = np.random.default_rng(1)
-    going = np.ones((6, 3), np.float32)
-    going[0] = going[3, 1] = 0
-    passes = [[random.standard_normal((6, 3, 10)).astype(np.float32), going] for _ in range(4)]
-    return RealFlow(made.folder, made.model, made.weights), passes[:2], passes[2:]
+def recurrent(kind):
+    def case(_, folder):
+        made = text_flow(RECURRENT.replace("KIND", kind), folder)
+        random = np.random.default_rng(1)
+        going = np.ones((6, 3), np.float32)
+        going[0] = going[3, 1] = 0
+        passes = [[random.standard_normal((6, 3, 10)).astype(np.float32), going] for _ in range(4)]
+        return RealFlow(made.folder, made.model, made.weights), passes[:2], passes[2:]
+
+    return case
 
 
 CASES = {
@@ -87,7 +90,8 @@ CASES = {
     "cifar10_full": classifier(cifar_full),
     "squeezenet": squeezenet,
     "mtcnn_det3": detector,
-    "lstm": lstm,
+    "lstm": recurrent("LSTM"),
+    "rnn": recurrent("RNN"),
 }
 
 
