@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from caffe_real_models import RealFlow, flow_of, photo
-from ptq_caffe_flow import prototxt, text_flow
+from ptq_caffe_flow import NETS, batch, golden_flow, prototxt, text_flow
 from qat_caffe_flow import Retraining, write_digits
 from real_caffe import built
 from test_ptq_caffe_real_models import cifar_full, cifar_quick, lenet
+from test_ptq_caffe_snq import CONFIG as SNQ_CONFIG
+from test_ptq_caffe_snq import NET as SNQ_NET
 
 import amct_caffe
 from amct.caffe import pycaffe as caffe
+from amct.caffe.pycaffe.proto import caffe_pb2
 from amct.record import read_caffe_record
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 pytestmark = [pytest.mark.real_caffe, pytest.mark.assets]
 
@@ -40,6 +46,29 @@ def quiet(monkeypatch, tmp_path):
 
 
 # -- The nets: a flow, the passes that calibrate, the passes that are compared ---------------------------------------
+
+
+def golden_net(name, text=None):
+    """A small net of another generator of nets: groups, Deconvolution, several inputs, in-place layers, old formats."""
+
+    def case(_, folder):
+        made = golden_flow(name, GOLDEN, folder)
+        flow = TextFlow(made.folder, made.model, made.weights, text)
+        net = flow.original()
+        passes = [list(batch(net, seed).values()) for seed in range(3)]
+        return flow, passes[:2], passes[2:]
+
+    return case
+
+
+@dataclass
+class TextFlow(RealFlow):
+    """A flow with a simple config, if there is one."""
+
+    text: str | None = None
+
+    def configure(self, batch_num=2, **options):
+        return super().configure(batch_num, self.text, **options)
 
 
 def classifier(make):
@@ -92,6 +121,14 @@ CASES = {
     "mtcnn_det3": detector,
     "lstm": recurrent("LSTM"),
     "rnn": recurrent("RNN"),
+    **{name: golden_net(name) for name in NETS},
+    "mini_resnet_4_bits": golden_net(
+        "mini_resnet", "batch_num: 2 common_config: { snq_quantize: { channel_wise: true } }"
+    ),
+    "mini_resnet_12_bits": golden_net("mini_resnet", "batch_num: 2 common_config: { ifmr_quantize { num_bits: 12 } }"),
+    "mini_inception_16_bits": golden_net(
+        "mini_inception", "batch_num: 2 common_config: { ifmr_quantize { num_bits: 16 } }"
+    ),
 }
 
 
@@ -183,6 +220,41 @@ def test_the_deploy_net(calibrated):
     part = farthest(*calibrated.compared("deploy"))
     print(f"{calibrated.folder.name}: outputs of the deploy model within {part:.1e}")
     assert part <= 1e-4
+
+
+def statistics(folder):
+    """What BatchNorm layers wrote, by file, layer and blob."""
+    found = {}
+    for path in folder.iterdir():
+        for layer in caffe_pb2.NetParameter.FromString(path.read_bytes()).layer:
+            found |= {(path.name, layer.name, index): np.array(blob.data) for index, blob in enumerate(layer.blobs)}
+    return found
+
+
+def test_the_whole_flow_is_run_by_the_real_caffe(real, tmp_path):
+    """BatchNorm statistics are refreshed there, and written as here; then it calibrates, and the models are saved."""
+    flow = text_flow(SNQ_NET, tmp_path).configure(text=SNQ_CONFIG)
+    passes = [list(batch(flow.original(), seed).values()) for seed in range(4)]
+    graph = flow.init()
+    amct_caffe.weights_quantize_model(graph, *map(str, flow.modified))
+    net = flow.net(*flow.modified)
+    for arrays in passes:
+        run(net, arrays, [])
+    dumps = tmp_path / "bn_data"
+    ours = statistics(dumps)
+    assert len(ours) == 9
+    shutil.rmtree(dumps)
+    real.forward(*flow.modified, passes, folder=tmp_path)
+    theirs = statistics(dumps)
+    assert theirs.keys() == ours.keys()
+    for name, wanted in ours.items():
+        np.testing.assert_allclose(theirs[name], wanted, atol=1e-5 * np.abs(wanted).max())
+    amct_caffe.activation_quantize_model(graph, *map(str, flow.modified))
+    real.forward(*flow.modified, passes[:2], folder=tmp_path)
+    amct_caffe.save_model(graph, "Both", str(flow.prefix))
+    found, _, _ = real.forward(*flow.result_files("deploy"), passes[3:], folder=tmp_path)
+    wanted = run(flow.result("deploy"), passes[3], ["fc"])
+    assert farthest([wanted], found) <= 1e-4
 
 
 # -- Training ----------------------------------------------------------------------------------------------------------

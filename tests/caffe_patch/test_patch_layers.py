@@ -296,12 +296,12 @@ def test_statistics_that_are_refreshed(small_caffe, tmp_path):
     path.write_text(
         f"""layer {{ name: "in" type: "Input" top: "data" input_param {{ shape {{ dim: 2 dim: 4 dim: 6 dim: 6 }} }} }}
         layer {{ name: "a/b n" type: "BatchNorm" bottom: "data" top: "out" batch_norm_param {{ use_global_stats: false
-        moving_average_fraction: 0.9 update_iterations: 2 dump_dir: "{tmp_path}" }} }}"""
+        moving_average_fraction: 0.9 update_iterations: 2 dump_dir: "{tmp_path}/new/folder" }} }}"""
     )
     stored = [np.full(4, 0.5), np.full(4, 2.0), np.ones(1)]
     results = []
     for net in (small_caffe.net(path), caffe.Net(str(path), caffe.TEST)):
-        dump = dump_path(tmp_path, "a/b n")
+        dump = dump_path(tmp_path / "new/folder", "a/b n")
         dump.unlink(missing_ok=True)
         for index, values in enumerate(stored):
             if hasattr(net, "put"):

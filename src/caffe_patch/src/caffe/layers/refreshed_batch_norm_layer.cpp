@@ -1,5 +1,7 @@
 #include "caffe/layers/refreshed_batch_norm_layer.hpp"
 
+#include <sys/stat.h>
+
 #include <cctype>
 #include <cstdio>
 #include <string>
@@ -61,7 +63,11 @@ void RefreshedBatchNormLayer<Dtype>::Dump() {
   layer->set_name(this->layer_param_.name());
   layer->set_type("BatchNorm");
   for (size_t i = 0; i < this->blobs_.size(); ++i) this->blobs_[i]->ToProto(layer->add_blobs());
-  const string path = this->layer_param_.batch_norm_param().dump_dir() + "/" + FileName(layer->name()) + ".caffemodel";
+  const string folder = this->layer_param_.batch_norm_param().dump_dir() + "/";
+  for (size_t end = folder.find('/', 1); end != string::npos; end = folder.find('/', end + 1)) {
+    mkdir(folder.substr(0, end).c_str(), 0750);  // if it is there already or cannot be made: the file will tell
+  }
+  const string path = folder + FileName(layer->name()) + ".caffemodel";
   WriteProtoToBinaryFile(net, path + ".new");
   CHECK_EQ(std::rename((path + ".new").c_str(), path.c_str()), 0) << path << ": cannot be written";
 }
