@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from quant_library import PATCH
 from small_net import TEST, TRAIN
 
 import amct_caffe as amct
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.layers.batch_norm import dump_path
 from amct.caffe.engine.wire import read_weights
+from amct.caffe.model import INSERTED_TYPES
 from amct.record import read_caffe_record
 
 if TYPE_CHECKING:
@@ -48,9 +50,10 @@ class Flow:
     """The files of one run of the functions of amct_caffe."""
 
     folder: Path
+    body: str = BODY
 
     def __post_init__(self):
-        (self.folder / "net.prototxt").write_text(BODY)
+        (self.folder / "net.prototxt").write_text(self.body)
         net = caffe.Net(str(self.folder / "net.prototxt"), caffe.TEST)
         random = np.random.default_rng(7)
         for blobs in net.params.values():
@@ -73,7 +76,9 @@ class Flow:
         content = json.loads(self.path("config.json").read_text())
         for layer in content.values():
             if isinstance(layer, dict) and "activation_quant_params" in layer:
-                layer["activation_quant_params"].update(changes)
+                given = layer["activation_quant_params"]
+                for each in given if isinstance(given, list) else [given]:
+                    each.update(changes)
                 layer["quant_enable"] = True
         self.path("config.json").write_text(json.dumps(content))
         self.graph = amct.init(*self.text("config.json", "net.prototxt", "net.caffemodel", "record.txt"))
@@ -323,6 +328,40 @@ def test_statistics_that_are_refreshed(small_caffe, tmp_path):
         "layer a/b n: statistics refreshed by 2/2 batches"
     )
     assert 'type: "BatchNorm"' in small_caffe.net(path).saved()
+
+
+LSTM = """name: "recurrent"
+layer { name: "in" type: "Input" top: "data" top: "cont"
+  input_param { shape { dim: 3 dim: 2 dim: 5 } shape { dim: 3 dim: 2 } } }
+layer { name: "lstm" type: "LSTM" bottom: "data" bottom: "cont" top: "h" recurrent_param { num_output: 4 } }
+"""
+
+
+def test_the_matrices_of_a_deployed_lstm_become_real_numbers(small_caffe, tmp_path):
+    flow = Flow(tmp_path, LSTM).prepare()
+    net = flow.engine("modified")
+    for seed in range(2):
+        net.forward(data=batch(seed, (3, 2, 5)), cont=np.ones((3, 2), np.float32))
+    amct.save_model(flow.graph, "Both", str(flow.path("net")))
+    wanted = flow.engine("net_fake_quant_model").params["lstm"]
+    deploy = small_caffe.net(*flow.files("net_deploy_model"))
+    for index, blob in enumerate(wanted):
+        np.testing.assert_allclose(deploy.get("lstm", index), blob.data.reshape(-1), rtol=1e-6)
+    given = batch(2, (3, 2, 5))
+    deploy.forward(data=given, cont=np.ones((3, 2), np.float32))
+    fake = small_caffe.net(*flow.files("net_fake_quant_model"))
+    fake.forward(data=given, cont=np.ones((3, 2), np.float32))
+    np.testing.assert_array_equal(deploy.get("lstm_quant_0"), fake.get("lstm_quant_0"))
+    path = flow.path("net_deploy_model.prototxt")
+    path.write_text(re.sub(r"scale_w: \S+", "", path.read_text(), count=1))
+    with pytest.raises(ValueError, match=r'layer "lstm" \(LSTMQuant\): lstm_quant_param has too few scale_w'):
+        small_caffe.net(*flow.files("net_deploy_model"))
+
+
+def test_each_type_that_the_engine_inserts_is_there():
+    sources = [*(PATCH / "src").glob("**/*.cpp"), *(PATCH / "patch").glob("*.patch")]
+    known = {name for path in sources for name in re.findall(r"REGISTER_LAYER_CLASS\((\w+)\);", path.read_text())}
+    assert set(INSERTED_TYPES) - known == {"GRUQuant"}  # Caffe has no GRU
 
 
 # -- Training ----------------------------------------------------------------------------------------------------------

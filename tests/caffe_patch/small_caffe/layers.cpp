@@ -203,4 +203,25 @@ class DeconvolutionLayer : public AnyConvolutionLayer<Dtype> {
 };
 REGISTER_LAYER_CLASS(Deconvolution);
 
+// The blobs of the layer that is made of a user's LSTM; it computes nothing.
+template <typename Dtype>
+class LSTMQuantLayer : public Layer<Dtype> {
+ public:
+  typedef vector<Blob<Dtype>*> Blobs;
+  explicit LSTMQuantLayer(const LayerParameter& param) : Layer<Dtype>(param) {}
+  virtual void LayerSetUp(const Blobs& bottom, const Blobs&) {
+    const int size = this->layer_param_.recurrent_param().num_output();
+    for (const vector<int>& shape :
+         {vector<int>{4 * size, bottom[0]->count(2)}, vector<int>{4 * size}, vector<int>{4 * size, size}}) {
+      this->blobs_.emplace_back(new Blob<Dtype>(shape));
+    }
+  }
+  virtual void Reshape(const Blobs& bottom, const Blobs& top) { top[0]->ReshapeLike(*bottom[0]); }
+
+ protected:
+  virtual void Forward_cpu(const Blobs&, const Blobs&) {}
+  virtual void Backward_cpu(const Blobs&, const vector<bool>&, const Blobs&) {}
+};
+REGISTER_LAYER_CLASS(LSTMQuant);
+
 }  // namespace caffe
