@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from amct.cli import main
 
@@ -97,6 +98,27 @@ def test_data_that_does_not_fit_the_model_is_one_line(folder, capsys, data, reac
     error = capsys.readouterr().err
     assert "expected inputs such as" in error or "fails on one of them" in error
     assert error.count("\n") == 1
+
+
+def test_a_folder_in_the_place_of_the_report_is_refused_before_a_file_is_written(folder, capsys):
+    (folder / "out" / "n_report.html").mkdir(parents=True)
+    assert main(["prune", "prunednet:net", "--input-shape", "1,3,8,8", "--report", "-o", "out/n"]) == 2
+    assert "n_report.html" in capsys.readouterr().err
+    assert [path.name for path in (folder / "out").iterdir()] == ["n_report.html"]
+
+
+@pytest.mark.parametrize(("value", "code"), [(0.0, 0), (0.3, 0), (np.nan, 2)])
+def test_data_that_say_nothing(folder, capsys, value, code):
+    """Channels that never vary cannot be fitted to each other; NaN is no data."""
+    np.save("constant.npy", np.full((4, 3, 8, 8), value, np.float32))
+    given = ["prune", "prunednet:net", "--input-shape", "1,3,8,8", "--ratio", "0.5", "--data", "constant.npy"]
+    assert main([*given, "-o", "out/n"]) == code
+    if code:
+        assert 'the input of layer "0" holds NaN or infinite values' in capsys.readouterr().err
+        assert not (folder / "out").exists()
+    else:
+        state = torch.load(folder / "out" / "n_state.pth", weights_only=True)
+        assert all(tensor.abs().max() < 10 for tensor in state.values())
 
 
 def test_a_factory_in_a_named_file(folder, capsys):

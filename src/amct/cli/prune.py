@@ -38,12 +38,19 @@ def prune(  # noqa: PLR0913  the options of a command
 
     Example: amct prune mynets:resnet --input-shape 1,3,224,224 --ratio 0.3 -o out/resnet
     """
+    from amct.arguments import output_file
+    from amct.atomic import check_writable
+
+    page = output.with_name(f"{output.name}_report.html")
     with few_lines():
+        check_writable(output.parent)
+        if report:
+            output_file(page, "--report")
         settings = {"ratio": ratio, "flops": flops, "align": align, "reach": reach, "config": config}
         result = _result(model, input_shape, data, settings, sparse=sparse)
         files = result.save(output)
         if report:
-            files = [*files, result.report(output.with_name(f"{output.name}_report.html"), files=files)]
+            files = [*files, result.report(page, files=files)]
     if as_json:
         show_json(_as_json(result, files))
     else:

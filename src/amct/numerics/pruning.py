@@ -112,9 +112,10 @@ class Reader:
 
 
 def with_ridge(covariance: Tensor) -> Tensor:
-    """A covariance that can be inverted, as float64."""
+    """A covariance that can be inverted, as float64; that of channels which do not vary at all is 0, and gets ones."""
     covariance = covariance.to(torch.float64)
-    size = RIDGE * covariance.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+    variance = covariance.diagonal().mean()
+    size = torch.where(variance > 0, RIDGE * variance, 1.0)
     return covariance + size * torch.eye(len(covariance), dtype=torch.float64, device=covariance.device)
 
 

@@ -87,6 +87,8 @@ def agreement(what: Iterable[str]) -> Iterator[Agreement]:
 
 LARGEST_INPUTS = 4096
 """Layers with more input channels are not measured: the covariance grows with their square."""
+NOISE = 1e-12
+"""What of a variance can be rounding, as a share of the mean square."""
 MIXING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose outputs read all inputs, if they have one group; their weights have the inputs on axis 1."""
 
@@ -111,9 +113,11 @@ class InputMoments:
         return self.sums[1] / self.sums[0]
 
     def covariance(self) -> Tensor:
-        """The covariance of the channels."""
-        mean = self.mean()
-        return self.sums[2] / self.sums[0] - torch.outer(mean, mean)
+        """The covariance of the channels; 0 if they vary by no more than the sums are rounded."""
+        mean, squares = self.mean(), self.sums[2] / self.sums[0]
+        covariance = squares - torch.outer(mean, mean)
+        varies = covariance.diagonal().max() > NOISE * squares.diagonal().max()
+        return covariance if varies else torch.zeros_like(covariance)
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,6 +156,12 @@ def measure_inputs(model: nn.Module, names: Collection[str], batches: Iterable[A
         means = iter(agreed.means([each for moment in found.values() for each in moment.sums]))
         for moment in found.values():
             moment.sums = [next(means), next(means), next(means)]
+    for name, moment in found.items():
+        if not torch.isfinite(moment.sums[2]).all():
+            raise ModelArgumentError(
+                f'batches: the input of layer "{name}" holds NaN or infinite values; look for broken data or a layer '
+                "that computes them"
+            )
     return found
 
 
