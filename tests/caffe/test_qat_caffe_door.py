@@ -125,6 +125,15 @@ def test_command(arguments, tmp_path, capsys):
     assert (tmp_path / "out" / "net_retrain" / "retrain_iter_5.solverstate").is_file()
 
 
+def test_a_folder_in_the_place_of_the_report_is_refused_before_training(arguments, tmp_path, capsys):
+    (tmp_path / "out" / "net_report.html").mkdir(parents=True)
+    model, weights, solver = map(str, arguments)
+    options = ["--solver", solver, "--model", model, "--weights", weights, "-o", "out/net"]
+    assert main(["caffe", "retrain", *options]) not in (0, 130)
+    assert 'net_report.html" is a folder' in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["net_report.html"]
+
+
 def test_command_interrupted(arguments, tmp_path, capsys):
     model, weights, _ = map(str, arguments)
     solver = tmp_path / "long.prototxt"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from amct import log
-from amct.atomic import check_writable
+from amct.arguments import output_file
 from amct.cli import caffe_patch
 from amct.cli.own_layers import takes_own_layers
 from amct.cli.printing import show
@@ -118,7 +118,7 @@ def retrain(  # noqa: PLR0913 - a command's options are its arguments
     from amct.caffe.engine.solvers.solver import Action, signal_actions
     from amct.caffe.qat.door import prepare_qat
 
-    check_writable(output.parent)
+    page = output_file(output.parent / f"{output.name}_report.html", "the report")
     choose_device(gpu=gpu, device=device)
     work = output.parent / f"{output.name}_retrain"
     with few_lines():
@@ -132,7 +132,7 @@ def retrain(  # noqa: PLR0913 - a command's options are its arguments
                 show(f"error: {error}")
                 return INTERRUPTED
         files = prepared.save(output)
-    report = prepared.report(output.parent / f"{output.name}_report.html", files)
+    report = prepared.report(page, files)
     for name, after in prepared.scores_after.items():
         show(f"{name}: {prepared.scores_before[name]:.4g} before, {after:.4g} after")
     for path in (*files, report):
