@@ -46,7 +46,7 @@ def save_models(where, models, record=None):
     results = {output: ExportedModel(model=model) for output, model in models.items()}
     if record is not None:
         results["record"] = ExportedFiles(files={"record.txt": [record]})
-    return save_files(Files(where, results, model=next(iter(models.values()))))
+    return save_files(Files(where, results, model=next(iter(models.values())))).paths
 
 
 def listed(folder):

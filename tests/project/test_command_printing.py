@@ -47,7 +47,7 @@ def test_columns_stand_below_each_other():
 
 
 def test_a_table_says_what_was_not_compared():
-    told = {"float": ["a.onnx"], "quantized": ["b.onnx"], "batches": 1, "outputs": [], "layers": []}
+    told = {"float": ["a.onnx"], "quantized": ["b.onnx"], "batches": 1, "outputs": [], "boxes": [], "layers": []}
     lines = _as_text(told, 10).splitlines()
     assert "data       1 batch" in lines
     assert "no outputs were compared: they have no common shape" in lines

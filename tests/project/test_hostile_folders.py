@@ -179,6 +179,7 @@ def write_files(folder: Path, prototxt=PROTOTXT, trained=TRAINED, onnx=None, fac
         assert main(["quantize", *CAFFE_PAIR, *DATA, "-o", "caffe"]) == 0
         assert main(["quantize", "net.onnx", *DATA, "-o", "onnx"]) == 0
         assert main(["quantize", f"{nets}:build", *DATA, "-o", "torch"]) == 0
+        assert main(["quantize", "net.onnx", "--data", "data.npy", "--min-sqnr", "1", "-o", "found"]) == 0
         assert main(["caffe", "train", "--solver", "solver.prototxt"]) == 0
         amct_caffe.create_quant_config("caffe.json", *CAFFE_PAIR)
         retrain_caffe()
@@ -277,6 +278,8 @@ READING_COMMANDS = {
     "compare Caffe": ["compare", *CAFFE_PAIR, "caffe", *DATA],
     "compare ONNX": ["compare", "net.onnx", "onnx", *DATA],
     "compare PyTorch": ["compare", f"{NETS}:build", "torch", *DATA],
+    "sensitivity": ["sensitivity", "net.onnx", *DATA],
+    "certificate check": ["certificate", "check", "found_quant.json"],
     "caffe test": ["caffe", "test", "--model", "train.prototxt", "--weights", "trained_iter_2.caffemodel"],
     "caffe install-alias": ["caffe", "install-alias", "--remove"],
     "caffe patch export": ["caffe", "patch", "export", "caffe_patch"],

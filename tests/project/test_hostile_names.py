@@ -88,7 +88,8 @@ SILENT = {
     "record diff", "record diff --json", "config check", "config check --json", "record convert", "config init",
     "record show --json --json", "caffe train", "caffe train on", "caffe merge-proto", "caffe to-onnx", "caffe run",
     "report Caffe", "report ONNX", "prune", "wrong data PyTorch", "unknown field", "record of other layers",
-    "caffe patch export", "caffe patch install",
+    "caffe patch export", "caffe patch install", "caffe install-alias", "wrong data Caffe", "certificate check",
+    "certificate check --json",
 }  # fmt: skip
 """Commands that print no name of a layer here."""
 COMMANDS = {**READING_COMMANDS, **TABLES, **WRITING_COMMANDS, **MISTAKES}
