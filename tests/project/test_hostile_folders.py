@@ -30,6 +30,7 @@ from amct.caffe import installed_alias
 from amct.cli import main
 from amct.errors import AmctError, FileError
 from amct.record import CaffeLayerRecord, DataFactors
+from amct_pytorch.common.auto_calibration import AutoCalibrationEvaluatorBase
 from caffe_tree import write_bones
 
 PROTOTXT = """\
@@ -374,6 +375,9 @@ READING_FUNCTIONS = {
     "amct.onnx_model.measure": lambda: amct.onnx_model.measure("net.onnx", "onnx_fake_quant_model.onnx", values()),
     "amct.caffe.quantize": lambda: amct.caffe.quantize(*CAFFE_PAIR, values()[:2], "caffe.json"),
     "amct.caffe.compare": lambda: amct.caffe.compare(CAFFE_PAIR, CAFFE_RESULT, values()[:2]),
+    "amct.pytorch.quantize_to": lambda: amct.pytorch.quantize_to(torch_model(), [batch()], [batch()], min_sqnr=1),
+    "amct.onnx_model.quantize_to": lambda: amct.onnx_model.quantize_to("net.onnx", values(), values(), min_sqnr=1),
+    "amct.caffe.quantize_to": lambda: amct.caffe.quantize_to(*CAFFE_PAIR, values()[:2], values()[2:], min_sqnr=1),
     "amct.record.read_caffe_record": lambda: amct.record.read_caffe_record("caffe_quant_param_record.txt"),
     "amct.record.read_record": lambda: amct.record.read_record("r.txt"),
     "amct_caffe.caffe.Net": lambda: run_caffe(*CAFFE_RESULT),
@@ -390,6 +394,9 @@ WRITING_FUNCTIONS = {
     ),
     "amct_pytorch.create_quant_retrain_model": lambda: amct_pytorch.create_quant_retrain_model(
         "qat.json", torch_model(), "new.txt", batch()
+    ),
+    "amct_pytorch.accuracy_based_auto_calibration": lambda: amct_pytorch.accuracy_based_auto_calibration(
+        torch_model(), AnyMetric(), "torch.json", "new.txt", "automatic/net", batch()
     ),
     "amct_pytorch.restore_quant_retrain_model": lambda: restored("qat"),
     "amct_pytorch.save_quant_retrain_model": lambda: amct_pytorch.save_quant_retrain_model(
@@ -452,6 +459,22 @@ WRITING_FUNCTIONS = {
         amct.record.read_caffe_record("caffe_quant_param_record.txt"), "new.txt"
     ),
 }
+
+
+class AnyMetric(AutoCalibrationEvaluatorBase):
+    """An evaluator that is content with every model."""
+
+    def calibration(self, model):
+        model(batch())
+
+    def evaluate(self, model):
+        model(batch())
+        return 1.0
+
+    def metric_eval(self, original_metric, new_metric):
+        return new_metric <= original_metric, new_metric - original_metric
+
+
 PLANTS = {"journals": plant_journals, "lock": plant_lock}
 LOCK_REFUSED = r'\.amct\.lock" is a link, a folder or a device'
 
