@@ -257,6 +257,18 @@ def test_the_whole_flow_is_run_by_the_real_caffe(real, tmp_path):
     assert farthest([wanted], found) <= 1e-4
 
 
+def test_data_that_cannot_be_quantized_stops_caffe(real, tmp_path):
+    flow = text_flow(RECURRENT.replace("KIND", "LSTM"), tmp_path).configure()
+    flow.prepare()
+    before = flow.record.read_text()
+    net = flow.original()
+    arrays = list(batch(net, 0).values())
+    arrays[0][0, 0, 0] = np.inf
+    with pytest.raises(AssertionError, match="scale is illegal"):
+        real.forward(*flow.modified, [arrays] * 2, folder=tmp_path)
+    assert flow.record.read_text() == before
+
+
 # -- Training ----------------------------------------------------------------------------------------------------------
 
 
