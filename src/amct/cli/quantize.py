@@ -53,7 +53,7 @@ def quantize(  # noqa: PLR0913  the options of a command
     config: Annotated[Path | None, typer.Option(help="An AMCT config, simple (.cfg) or full (.json).")] = None,
     data: DataOptions,
     equalize: Annotated[
-        bool, typer.Option("--equalize", help="Caffe: first make channels equal in size; 8 bits lose less then.")
+        bool, typer.Option("--equalize", help="First make channels equal in size; 8 bits lose less then.")
     ] = False,
     report: Annotated[
         bool, typer.Option("--report", help="Also write OUTPUT_report.html: what each layer lost.")
@@ -99,7 +99,7 @@ def quantize(  # noqa: PLR0913  the options of a command
     files = _Files(output, report, formats, placement, run_files=not no_check)
     with few_lines():
         own.refuse_unless_caffe(weights is not None)
-        _check_options(model, weights, config, part, equalize=equalize)
+        _check_options(model, weights, config, part, equalize=equalize and goal.is_given)
         _check_level(fail_on, run_files=files.run_files)
         goal.check()
         files.check()
@@ -136,7 +136,7 @@ def quantize(  # noqa: PLR0913  the options of a command
 
 def _check_options(model: str, weights: Path | None, config: Path | None, part: str | None, *, equalize: bool) -> None:
     if equalize and weights is None:
-        raise ArgumentError("--equalize is for Caffe models, a prototxt with a caffemodel; leave it out")
+        raise ArgumentError("--equalize with a goal is for Caffe models, a prototxt with a caffemodel; leave it out")
     if part is not None and (weights is not None or model.endswith(ONNX_ENDING)):
         raise ArgumentError("--part is for PyTorch models, a Python reference to a factory; leave it out")
     _check_model(model, weights)
@@ -287,14 +287,18 @@ def _quantized(  # noqa: PLR0913  the options of the command that change what is
         from amct.cli.batches import onnx_data
 
         batches = FirstBatches(onnx_data(model, data))
-        return amct.onnx_model.quantize(model, batches, config=config, resume=state), batches
+        quantized = amct.onnx_model.quantize(model, batches, config=config, resume=state, equalize=equalize)
+        return quantized, batches
     import torch
 
     import amct.pytorch
     from amct.cli.model_layers import load_reference
 
     batches = FirstBatches(DataBatches.converted(data.fitting(None).stored(), torch.from_numpy))
-    return amct.pytorch.quantize(load_reference(model), batches, config=config, resume=state, part=part), batches
+    quantized = amct.pytorch.quantize(
+        load_reference(model), batches, config=config, resume=state, part=part, equalize=equalize
+    )
+    return quantized, batches
 
 
 def _ranks() -> Ranks:

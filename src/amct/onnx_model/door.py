@@ -21,6 +21,7 @@ from amct.numerics.settings import AdaRoundSettings
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_factors, start_calibration
 from amct.onnx_model.comparing import Pair, onnx_output
+from amct.onnx_model.equalization import equalized
 from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers, float_weights, put_weights
 from amct.onnx_model.reading import input_shape, read_model, with_opset
@@ -190,8 +191,9 @@ class OnnxPreparation(PreparedForOnnx):
 class OnnxDoor:
     """Reads a float ONNX model for quantization."""
 
-    def __init__(self, source: SourceModel) -> None:
+    def __init__(self, source: SourceModel, *, equalize: bool = False) -> None:
         self._source = source
+        self._equalize = equalize
         self._found = find_all_layers(source.model)
 
     @property
@@ -215,11 +217,11 @@ class OnnxDoor:
         small = [*model.opset_import, *model.functions, *graph.input, *graph.output, *graph.sparse_initializer]
         messages = (part.SerializeToString(deterministic=True) for part in (*small, *graph.node))
         weights = (part for each in graph.initializer for part in (each.name, tensor_array(each)))
-        return fingerprint(chain(messages, weights))
+        return fingerprint(chain(["equalized"] if self._equalize else [], messages, weights))
 
     def reads_data_first(self, plan: Plan) -> bool:
-        """True with DMQ, which needs the activations of all batches before the weights are quantized."""
-        return bool(plan.balanced)
+        """True with DMQ and equalization, which need the activations of all batches before the weights."""
+        return self._equalize or bool(plan.balanced)
 
     def prepare(self, plan: Plan, data: Passes, ranks: Ranks = ALONE) -> OnnxPreparation:
         """Fold, balance, and quantize the weights.
@@ -232,6 +234,9 @@ class OnnxDoor:
         chosen = enabled_layers(plan, self._found.found)
         kept = KeptWeights()
         folded = fold(self._source.model, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers, kept=kept)
+        if self._equalize:
+            bindings = [each.binding for each in self._found.found.values()]
+            folded = replace(folded, model=equalized(folded.model, bindings, plan, data.all(), kept))
         kept.adopt(folded.model)
         # The weights from before the folding are not needed any more, only the inputs and names of the model.
         self._source = replace(self._source, kept=None)
@@ -279,6 +284,7 @@ def quantize(
     *,
     inputs: BatchInputs | None = None,
     resume: AnyResume = None,
+    equalize: bool = False,
 ) -> QuantizedModel:
     """Quantize a float ONNX model: fold batch norms, quantize weights, find the ranges of activations.
 
@@ -293,11 +299,13 @@ def quantize(
         inputs: Turns a batch into the model's inputs, for batches in other forms: ``lambda b: b["image"]``.
         resume: A file such as ``out/net.calibration.npz``: what was observed is kept there at most every 30 s, and a
             calibration that was killed goes on from it; it is removed at the end.
+        equalize: As for ``amct.pytorch.quantize``: first scale the channels between layers to more equal ranges.
 
     Raises:
         AmctError: The subclass tells whether model, config, data or files are invalid.
     """
-    return flow.quantize(OnnxDoor(read_model(model, keep_weights=True)), calibration_data, config, inputs, resume)
+    door = OnnxDoor(read_model(model, keep_weights=True), equalize=equalize)
+    return flow.quantize(door, calibration_data, config, inputs, resume)
 
 
 def quantize_to(

@@ -22,6 +22,7 @@ from amct.pytorch.adaround import learn_rounding
 from amct.pytorch.calibrating import start_calibration
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import float_weights, put_weights
+from amct.pytorch.equalization import equalized
 from amct.pytorch.folding import Fused, fuse
 from amct.pytorch.inputs import tensors_in, torch_batches, with_tensors
 from amct.pytorch.intermediate_tensors import find_tensors
@@ -277,6 +278,7 @@ def prepare(
     data: Callable[[], Iterable[Arguments]] | None = None,
     adaround: AdaRoundMode = "plain",
     ranks: Ranks = ALONE,
+    equalize: Callable[[], Iterable[Arguments]] | None = None,
 ) -> TorchPreparation:
     """Fold, and quantize the weights; the user's model is not changed.
 
@@ -287,6 +289,7 @@ def prepare(
         data: returns the inputs that AdaRound learns from; by default the example input.
         adaround: the AdaRound method.
         ranks: the processes that quantize together; in its fast mode AdaRound divides the work among them.
+        equalize: returns the data from which channels are equalized across layers; None: they are not.
 
     Raises:
         CalibrationError: no layer is to be quantized, or weights cannot be quantized; the message names the layer.
@@ -295,6 +298,8 @@ def prepare(
     """
     chosen = enabled_layers(plan, traced.layers)
     fused = fuse(traced, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers)
+    if equalize is not None:
+        fused = equalized(traced, fused, plan, equalize())
     weights: dict[str, QuantizedWeights] = {}
     for layer in chosen:
         module = layer_module(fused.model, layer.name)
