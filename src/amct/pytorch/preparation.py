@@ -69,6 +69,30 @@ class TorchPreparation(PreparedForOnnx):
     kept: KeptWeights = field(default_factory=KeptWeights)
     part: Part | None = None
 
+    @classmethod
+    def of(
+        cls,
+        traced: Traced,
+        fused: Fused,
+        plan: Plan,
+        weights: Mapping[str, QuantizedWeights],
+        *,
+        is_trained: bool = False,
+    ) -> Self:
+        """The preparation of a captured and folded model."""
+        return cls(
+            name=type(traced.model).__name__,
+            plan=plan,
+            weights=weights,
+            quantizable=tuple(traced.layers),
+            unquantizable=traced.skips,
+            folded_layers={layer: (norm,) for layer, norm in fused.fusions.items()},
+            unfolded=fused.skips,
+            is_trained=is_trained,
+            traced=traced,
+            fused=fused,
+        )
+
     def with_weights(self, plan: Plan, weights: Mapping[str, QuantizedWeights]) -> Self:
         """The same folded model with another plan and other quantized weights; its ONNX models are its own."""
         return replace(self, plan=plan, weights=weights, kept=KeptWeights())
@@ -309,17 +333,7 @@ def prepare(
             balance=(balance or {}).get(layer.name),
             can_pack=traced.layers[layer.name].can_pack,
         )
-    preparation = TorchPreparation(
-        name=type(traced.model).__name__,
-        plan=plan,
-        weights=weights,
-        quantizable=tuple(traced.layers),
-        unquantizable=traced.skips,
-        folded_layers={layer: (norm,) for layer, norm in fused.fusions.items()},
-        unfolded=fused.skips,
-        traced=traced,
-        fused=fused,
-    )
+    preparation = TorchPreparation.of(traced, fused, plan, weights)
     if any(isinstance(layer.weight, AdaRoundSettings) for layer in chosen):
         inputs = (traced.inputs.args, traced.inputs.kwargs)
         learned = learn_rounding(preparation, data or (lambda: [inputs]), fast=adaround == "fast", ranks=ranks)

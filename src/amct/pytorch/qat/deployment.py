@@ -118,18 +118,7 @@ def prepare_trained(
         weights[name] = _trained_weights(
             layers[name], layer_module(fused.model, name), multiplier, can_pack=traced.layers[name].can_pack
         )
-    return TorchPreparation(
-        name=type(traced.model).__name__,
-        plan=state.plan.deployed(),
-        weights=weights,
-        quantizable=tuple(traced.layers),
-        unquantizable=traced.skips,
-        folded_layers={layer: (norm,) for layer, norm in fused.fusions.items()},
-        unfolded=fused.skips,
-        is_trained=True,
-        traced=traced,
-        fused=fused,
-    )
+    return TorchPreparation.of(traced, fused, state.plan.deployed(), weights, is_trained=True)
 
 
 def _multiplier(norm: nn.Module) -> Tensor:
