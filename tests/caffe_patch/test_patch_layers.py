@@ -224,16 +224,15 @@ def test_fake_quant_and_deploy_models(small_caffe, tmp_path, config, double):
         for seed in range(3, 5):
             wanted = other.forward(data=batch(seed))["fc2"].reshape(-1)
             found = net.forward(data=batch(seed)).get("fc2")
-            np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+            np.testing.assert_array_equal(found.astype(np.float32), wanted)
             if kind == "deploy":
-                assert np.array_equal(found.astype(np.float32), wanted)
                 for blob in ("conv1_quant", "conv1_int32", "up_quant", "conv2_int32"):
                     np.testing.assert_array_equal(net.get(blob), other.blobs[blob].data.reshape(-1))
         other_size = batch(6, (3, 4, 6, 6))
         other.blobs["data"].reshape(*other_size.shape)
         wanted = other.forward(data=other_size)["fc2"].reshape(-1)
         found = net.forward(data=other_size).get("fc2")
-        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+        np.testing.assert_array_equal(found.astype(np.float32), wanted)
 
 
 def test_sums_beyond_float32_are_exact(small_caffe, tmp_path):
@@ -253,6 +252,21 @@ def test_a_quantized_net_is_saved_as_it_is_in_the_file(small_caffe, tmp_path):
     assert "integer_param" not in saved
     assert saved.count("int8_data") == 5
     flow.path("saved.prototxt").write_text(saved)
+
+
+def test_a_fake_quant_model_whose_weights_were_changed(small_caffe, tmp_path):
+    flow = Flow(tmp_path).prepare().save()
+    net, other = small_caffe.net(*flow.files("net_fake_quant_model")), flow.engine("net_fake_quant_model")
+    net.forward(data=batch(3))
+    for layer in ("conv1", "fc1"):
+        moved = other.params[layer][0].data * np.float32(1.01) + np.float32(1e-4)
+        net.put(layer, moved, 0)
+        other.params[layer][0].data[...] = moved
+    wanted = other.forward(data=batch(3))["fc2"].reshape(-1)
+    found = net.forward(data=batch(3)).get("fc2")
+    np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())  # a value may round the other way
+    assert np.median(np.abs(found - wanted)) <= 1e-5 * np.abs(wanted).max()
+    np.testing.assert_allclose(net.get("conv1"), other.blobs["conv1"].data.reshape(-1), atol=1e-5)
 
 
 def test_the_gradient_of_a_fake_quant_model(small_caffe, tmp_path):
