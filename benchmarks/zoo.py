@@ -5,6 +5,7 @@
     python benchmarks/zoo.py --again --only gpt2          measure again
     python benchmarks/zoo.py --list                       the names
     python benchmarks/zoo.py --table docs/zoo.md          write the table of the results so far into the page
+    python benchmarks/zoo.py --remedies                   what each remedy gains; prints the table of all results so far
 
 Needs ``pip install -e .[zoo]``; what is not installed is a row that says so. Each network runs in a process of its own,
 with a time limit, on one thread. Results are lines of ``benchmarks/results/zoo.jsonl``: a run that was stopped goes on
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from zoo_networks.network import Network
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "zoo.jsonl"
+RESULTS, REMEDY_RESULTS = HERE / "results" / "zoo.jsonl", HERE / "results" / "remedies.jsonl"
 sys.path.insert(0, str(HERE))
 Row = dict[str, Any]
 PRELOADED = [
@@ -50,10 +51,12 @@ def main() -> None:
     parser.add_argument("--brief", action="store_true", help="without speed and onnxruntime's quantizer")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one network")
     parser.add_argument("--jobs", type=int, default=1, help="networks at a time; speeds are best measured with one")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--remedies", action="store_true", help="measure the remedies instead of the defaults")
+    parser.add_argument("--results", type=Path)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--table", type=Path, help="write the table into this page, measure nothing")
     arguments = parser.parse_args()
+    arguments.results = arguments.results or (REMEDY_RESULTS if arguments.remedies else RESULTS)
     os.environ.update(OMP_NUM_THREADS="1", AMCT_LOG_LEVEL="WARNING", HF_HUB_OFFLINE="1")
     # The process that preloads modules finds them by this: before Python 3.13 it does not get sys.path.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -75,13 +78,17 @@ def main() -> None:
         for job in as_completed(jobs):
             append(arguments.results, job.result())
             print(line(job.result()), flush=True)
+    if arguments.remedies:
+        from zoo_networks.remedies import remedy_table
+
+        print(*remedy_table(read(arguments.results).values()), sep="\n")
 
 
 def result(network: Network, arguments: argparse.Namespace) -> Row:
     """The row of a network."""
     if not network.is_installed:
         return {"name": network.name, "outcome": "not installed"}
-    return run(network.name, arguments.limit, brief=arguments.brief)
+    return run(network.name, arguments.limit, brief=arguments.brief, remedies=arguments.remedies)
 
 
 def read(path: Path) -> dict[str, Row]:
@@ -98,13 +105,13 @@ def append(path: Path, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def run(name: str, limit: float, *, brief: bool) -> Row:
+def run(name: str, limit: float, *, brief: bool, remedies: bool = False) -> Row:
     """Measure one network in a process of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="zoo_") as folder:
-        process = context.Process(target=child, args=(name, folder, brief))
+        process = context.Process(target=child, args=(name, folder, brief, remedies))
         process.start()
         process.join(limit)
         late = process.is_alive()
@@ -124,7 +131,7 @@ def run(name: str, limit: float, *, brief: bool) -> Row:
     return row
 
 
-def child(name: str, folder: str, brief: bool) -> None:
+def child(name: str, folder: str, brief: bool, remedies: bool) -> None:
     """Run in the child process: its own group, so that the time limit also ends what it started."""
     os.setsid()
     output = os.open(f"{folder}/output.txt", os.O_CREAT | os.O_WRONLY, 0o600)
@@ -137,11 +144,21 @@ def child(name: str, folder: str, brief: bool) -> None:
     from zoo_networks.measuring import measure
     from zoo_networks.registry import all_networks
 
-    measure(next(network for network in all_networks() if network.name == name), Path(folder), brief=brief)
+    network = next(network for network in all_networks() if network.name == name)
+    if remedies:
+        from zoo_networks.remedies import measure_remedies
+
+        measure_remedies(network, Path(folder))
+    else:
+        measure(network, Path(folder), brief=brief)
 
 
 def line(row: Row) -> str:
     """A row for the screen."""
+    if row["outcome"] == "measured":
+        gains = {name: each.get("gain") for name, each in row["remedies"].items()}
+        shown = ", ".join(f"{name} {'-' if gain is None else f'{gain:+.1f}'}" for name, gain in gains.items())
+        return f"{row['name']:40} {shown}"
     if row["outcome"] != "quantized":
         return f"{row['name']:40} {row['outcome']}: {row.get('error', '').splitlines()[0:1]}"
     text = f"{row['name']:40} {row['quantized']:4} layers  SQNR "

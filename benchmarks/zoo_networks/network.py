@@ -32,8 +32,8 @@ class Subject(Protocol):
     calibration: Sequence[Any]
     test: Sequence[Any]
 
-    def quantize(self) -> QuantizedModel:
-        """Quantize it with the defaults of its door."""
+    def quantize(self, config: Any = None, **options: Any) -> QuantizedModel:  # noqa: ANN401
+        """Quantize it, with the defaults of its door unless something else is given."""
 
     def file_reference(self, batch: Any, names: Sequence[str]) -> Outputs:  # noqa: ANN401
         """What the user's float model computes for the outputs of a file."""

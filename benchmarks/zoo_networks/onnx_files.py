@@ -33,9 +33,9 @@ class OnnxSubject:
         self.test = [make(900 + index) for index in range(TEST)]
         self._session: Any = None
 
-    def quantize(self) -> QuantizedModel:
-        """Quantize it with the defaults."""
-        return amct.onnx_model.quantize(self.path, self.calibration)
+    def quantize(self, config: Any = None, **options: Any) -> QuantizedModel:  # noqa: ANN401
+        """Quantize it, with the defaults unless something else is given."""
+        return amct.onnx_model.quantize(self.path, self.calibration, config, **options)
 
     def file_reference(self, batch: Feeds, _: Sequence[str]) -> list[np.ndarray]:
         """The outputs of the file in onnxruntime."""

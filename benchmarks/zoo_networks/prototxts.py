@@ -42,9 +42,9 @@ class CaffeSubject:
     def _batch(self, seed: int) -> dict[str, np.ndarray]:
         return inputs(self.shapes, seed)
 
-    def quantize(self) -> QuantizedModel:
-        """Quantize it with the defaults."""
-        return amct.caffe.quantize(self.prototxt, self.weights, self.calibration)
+    def quantize(self, config: Any = None, **options: Any) -> QuantizedModel:  # noqa: ANN401
+        """Quantize it, with the defaults unless something else is given."""
+        return amct.caffe.quantize(self.prototxt, self.weights, self.calibration, config, **options)
 
     def file_reference(self, batch: Mapping[str, np.ndarray], names: Sequence[str]) -> list[np.ndarray]:
         """The blobs that the file outputs: it ends in front of layers without an ONNX form."""

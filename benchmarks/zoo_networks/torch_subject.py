@@ -38,9 +38,9 @@ class TorchSubject:
         self.calibration = [tensors(make(1, 100 + index)) for index in range(CALIBRATION)]
         self.test = [tensors(make(1, 900 + index)) for index in range(TEST)]
 
-    def quantize(self) -> QuantizedModel:
-        """Quantize it with the defaults."""
-        return amct.pytorch.quantize(self.model, self.calibration)
+    def quantize(self, config: Any = None, **options: Any) -> QuantizedModel:  # noqa: ANN401
+        """Quantize it, with the defaults unless something else is given."""
+        return amct.pytorch.quantize(self.model, self.calibration, config, **options)
 
     def file_reference(self, batch: Any, _: Sequence[str]) -> list[np.ndarray]:  # noqa: ANN401
         """The outputs of the module as the user has it."""

@@ -90,3 +90,43 @@ def test_the_zoo_has_eighty_torch_networks_with_names_of_their_own():
     assert sum(group in {"own", "torchvision", "timm", "transformers", "trained"} for group in groups) >= 80
     assert groups.count("onnx") >= 13
     assert len({network.name for network in networks}) == len(networks)
+
+
+def test_every_remedy_is_a_gain_a_refusal_or_an_error_of_its_own(tmp_path):
+    import json
+    from types import SimpleNamespace
+
+    from zoo_networks.remedies import REMEDIES, measure_remedies, remedy_table
+
+    from amct.errors import ConfigError
+
+    exact = np.arange(1, 9, dtype=np.float32)
+    output = SimpleNamespace(graph=SimpleNamespace(output=[SimpleNamespace(name="y")]))
+
+    class Subject:
+        calibration = test = (0,)
+
+        def quantize(self, config=None, **options):
+            if options.get("adaround") == "fast":
+                raise RuntimeError("raw")
+            if options.get("equalize"):
+                raise ConfigError("not for this network")
+            scale = 0.1 if config is None else 0.01
+            return SimpleNamespace(noise=scale, prepared=SimpleNamespace(float_model=lambda _: output))
+
+        def file_reference(self, *_):
+            return [exact]
+
+        def simulated_outputs(self, quantized, *_):
+            return [exact * (1 + quantized.noise)]
+
+    measure_remedies(SimpleNamespace(name="a/net", build=lambda _: Subject()), tmp_path)
+    row = json.loads((tmp_path / "row.json").read_text())
+    assert set(row["remedies"]) == set(REMEDIES)
+    assert row["remedies"]["DMQ"]["gain"] == pytest.approx(20, abs=0.01)
+    assert row["remedies"]["equalization"] == {"refused": "ConfigError: not for this network"}
+    assert row["remedies"]["AdaRound, fast"]["error"] == "RuntimeError: raw"
+    text = "\n".join(remedy_table([row, {"name": "a/other", "outcome": "failed"}]))
+    assert "| DMQ | 1 | +20.0 | +20.0 | +20.0 | 1 | 0 | 0 |" in text
+    assert "| equalization | 0 |  |  |  | 0 | 1 | 0 |" in text
+    assert "| AdaRound, fast | 0 |  |  |  | 0 | 0 | 1 |" in text
