@@ -13,7 +13,7 @@ from amct.lazy import lazy_names
 
 if TYPE_CHECKING:
     from amct.caffe.comparing import compare
-    from amct.caffe.door import quantize, quantize_to
+    from amct.caffe.door import diagnose, quantize, quantize_to
     from amct.caffe.onnx.graph import export_onnx
     from amct.caffe.ptq.equalization import equalize_model
     from amct.caffe.qat.door import CaffeRetraining, prepare_qat
@@ -30,6 +30,7 @@ __all__ = [
     "QuantConfig",
     "QuantizedModel",
     "compare",
+    "diagnose",
     "equalize_model",
     "export_onnx",
     "prepare_qat",
@@ -49,6 +50,7 @@ __getattr__, __dir__ = lazy_names(
         "equalize_model": "amct.caffe.ptq.equalization",
         "export_onnx": "amct.caffe.onnx.graph",
         "prepare_qat": "amct.caffe.qat.door",
+        "diagnose": "amct.caffe.door",
         "quantize": "amct.caffe.door",
         "quantize_to": "amct.caffe.door",
         "report": "amct.caffe.reporting",

@@ -46,6 +46,7 @@ from amct.pipeline.weights import with_bits
 from amct.record import CaffeRecord
 from amct.record.conversion import caffe_layer_record
 from amct.search.choices import FLOAT, INT4, INT8, INT16
+from amct.search.doctor import diagnose as find_causes
 from amct.search.request import SearchRequest
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer
     from amct.report.network import Network
+    from amct.search.doctor import Diagnosis
     from amct.search.request import SearchOptions
 
 logger = logging.getLogger(__name__)
@@ -166,6 +168,37 @@ def quantize_to(  # noqa: PLR0913  most of them are optional
     with located_in(model):
         net = read_model(model, weights, custom_proto).build(())
         return request.run(base, net, inputs)
+
+
+def diagnose(
+    model: AnyPath,
+    weights: AnyPath,
+    calibration_data: object,
+    data: object,
+    config: AnyConfig = None,
+) -> Diagnosis:
+    """Find out why a quantized model is worse than it should be, and what helps.
+
+    The layers to blame are found without labels; remedies are tried on these layers only.
+
+    Args:
+        model: the prototxt.
+        weights: the caffemodel.
+        calibration_data: as for ``quantize``.
+        data: samples as the model will see them, in the same form; the first 16 or so are used.
+        config: as for ``quantize``.
+
+    Returns:
+        Causes and remedies; its text is a table.
+
+    Raises:
+        AmctError: the subclass tells whether model, config or data are invalid.
+    """
+
+    def again(batches: object, settings: Mapping[str, Any]) -> QuantizedModel:
+        return quantize(model, weights, batches, dict(settings))
+
+    return find_causes(quantize(model, weights, calibration_data, config), data, again, calibration_data)
 
 
 class CaffePreparation:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import amct
-from amct.cli import caffe, compare, config, inspect, prune, quantize, record, search
+from amct.cli import caffe, compare, config, doctor, inspect, prune, quantize, record, search
 
 app = typer.Typer(
     name="amct",
@@ -37,6 +37,7 @@ def root(
 app.add_typer(caffe.app)
 app.command()(quantize.quantize)
 app.command()(quantize.sensitivity)
+app.command()(doctor.doctor)
 app.command()(inspect.inspect)
 app.command()(prune.prune)
 app.command()(compare.compare)

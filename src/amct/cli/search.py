@@ -237,7 +237,7 @@ def search_settings(  # noqa: PLR0913  the options of the command
         "resume": journal,
         "on_best": save,
     }
-    door, data, convert, batch = _door(model, weights, data, equalize=equalize, part=part)
+    door, data, convert, batch = door_of(model, weights, data, equalize=equalize, part=part)
     if point is not None:
         goal = replace(goal, seed=point[2])
     split = _split(data, goal, convert, batch)
@@ -260,8 +260,8 @@ def in_memory(batches: list[Any]) -> FirstBatches:
     )
 
 
-def _door(
-    model: str, weights: Path | None, data: DataOptions, *, equalize: bool, part: str | None
+def door_of(
+    model: str, weights: Path | None, data: DataOptions, *, equalize: bool = False, part: str | None = None
 ) -> tuple[Callable[..., QuantizedModel], DataOptions, Callable[[Any], Any], int]:
     """How a model is quantized from data, a search and a config, the data as it wants it, and its batch size."""
     if weights is not None:

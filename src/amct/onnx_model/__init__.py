@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from amct.config.simple_config import LayerConfig
     from amct.numerics.settings import ArqSettings, HfmgSettings, IfmrSettings
     from amct.onnx_model.comparing import compare, measure
-    from amct.onnx_model.door import quantize, quantize_to
+    from amct.onnx_model.door import diagnose, quantize, quantize_to
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.record import Record
 
@@ -31,6 +31,7 @@ __all__ = [
     "QuantizedModel",
     "Record",
     "compare",
+    "diagnose",
     "measure",
     "quantize",
     "quantize_to",
@@ -47,6 +48,7 @@ __getattr__, __dir__ = lazy_names(
         "Record": "amct.record",
         "compare": "amct.onnx_model.comparing",
         "measure": "amct.onnx_model.comparing",
+        "diagnose": "amct.onnx_model.door",
         "quantize": "amct.onnx_model.door",
         "quantize_to": "amct.onnx_model.door",
     },

@@ -29,6 +29,7 @@ from amct.pipeline import flow
 from amct.pipeline.preparation import PreparedForOnnx, enabled_layers
 from amct.pipeline.weights import quantize_weights
 from amct.search.choices import FLOAT, INT4, INT8, INT16
+from amct.search.doctor import diagnose as find_causes
 from amct.search.request import SearchRequest
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from amct.pipeline.flow import AnyResume, Passes
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.pipeline.weights import QuantizedWeights
+    from amct.search.doctor import Diagnosis
     from amct.search.request import SearchOptions
 
 
@@ -337,3 +339,32 @@ def quantize_to(
     request = SearchRequest.of(labelled, options, (FLOAT, INT8, INT16, INT4))
     base = quantize(model, calibration_data, request.config(config), inputs=inputs)
     return request.run(base, with_values(read_model(model).model), inputs)
+
+
+def diagnose(
+    model: AnyModel,
+    calibration_data: object,
+    data: object,
+    config: AnyConfig = None,
+) -> Diagnosis:
+    """Find out why a quantized model is worse than it should be, and what helps.
+
+    The layers to blame are found without labels; remedies are tried on these layers only.
+
+    Args:
+        model: the path of a file, its bytes, or a ModelProto.
+        calibration_data: as for ``quantize``.
+        data: samples as the model will see them, in the same form; the first 16 or so are used.
+        config: as for ``quantize``.
+
+    Returns:
+        Causes and remedies; its text is a table.
+
+    Raises:
+        AmctError: the subclass tells whether model, config or data are invalid.
+    """
+
+    def again(batches: object, settings: Mapping[str, Any]) -> QuantizedModel:
+        return quantize(model, batches, dict(settings))
+
+    return find_causes(quantize(model, calibration_data, config), data, again, calibration_data)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from amct.config.simple_config import LayerConfig
     from amct.numerics.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
     from amct.pipeline.quantized_model import QuantizedModel
-    from amct.pytorch.door import compare, quantize, quantize_to
+    from amct.pytorch.door import compare, diagnose, quantize, quantize_to
     from amct.pytorch.inputs import IoOptions
     from amct.pytorch.pruning.door import prune, restore_pruned, sparsify
     from amct.pytorch.pruning.pruned_model import PrunedModel
@@ -40,6 +40,7 @@ __all__ = [
     "QuantizedModel",
     "Record",
     "compare",
+    "diagnose",
     "prepare_qat",
     "prune",
     "quantize",
@@ -65,6 +66,7 @@ __getattr__, __dir__ = lazy_names(
         "compare": "amct.pytorch.door",
         "prepare_qat": "amct.pytorch.qat.door",
         "prune": "amct.pytorch.pruning.door",
+        "diagnose": "amct.pytorch.door",
         "quantize": "amct.pytorch.door",
         "quantize_to": "amct.pytorch.door",
         "restore_pruned": "amct.pytorch.pruning.door",

@@ -30,10 +30,11 @@ from amct.pytorch.part import Part, offered_parts
 from amct.pytorch.preparation import TorchPreparation, prepare
 from amct.pytorch.searching import learned_weights
 from amct.pytorch.user_model import copy_model, refuse_operators, unwrap
+from amct.search.doctor import diagnose as find_causes
 from amct.search.request import SearchRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import AdaRoundMode
+    from amct.search.doctor import Diagnosis
     from amct.search.request import SearchOptions
 
 
@@ -138,6 +140,35 @@ def quantize_to(
     base = quantize(model, calibration_data, request.config(config), inputs=inputs, io=io, part=part)
     learned = learned_weights(base, request.choices)
     return request.run(base, model, inputs, learned)
+
+
+def diagnose(
+    model: nn.Module,
+    calibration_data: object,
+    data: object,
+    config: AnyConfig = None,
+) -> Diagnosis:
+    """Find out why a quantized model is worse than it should be, and what helps.
+
+    The layers to blame are found without labels; remedies are tried on these layers only.
+
+    Args:
+        model: any nn.Module; it is not changed.
+        calibration_data: as for ``quantize``.
+        data: samples as the model will see them, in the same form; the first 16 or so are used.
+        config: as for ``quantize``.
+
+    Returns:
+        Causes and remedies; its text is a table.
+
+    Raises:
+        AmctError: the subclass tells whether model, config or data are invalid.
+    """
+
+    def again(batches: object, settings: Mapping[str, Any]) -> QuantizedModel:
+        return quantize(model, batches, dict(settings))
+
+    return find_causes(quantize(model, calibration_data, config), data, again, calibration_data)
 
 
 class TorchDoor:

@@ -1,0 +1,141 @@
+"""The doctor names the fault that was planted into a network, its layer, and what helps."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import amct.onnx_model
+import amct.pytorch
+from amct.cli import main
+from amct.export.onnx.kept_weights import with_values
+from amct.search.doctor import (
+    CHANNEL_ORDER,
+    CLIPPED,
+    FEW_BITS,
+    FEW_SAMPLES,
+    OTHER_SCALE,
+    OUTLIER_CHANNEL,
+    OUTLIER_WEIGHT,
+    PER_TENSOR,
+    WRONG_MEAN,
+)
+
+GENERATOR = torch.Generator().manual_seed(3)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 16, 3, padding=1)
+        self.conv3 = nn.Conv2d(16, 16, 3, padding=1)
+        self.fc1 = nn.Linear(16 * 16, 64)
+        self.fc2 = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.conv1(x))
+        x = torch.relu(self.conv2(x))
+        x = torch.relu(self.conv3(x))
+        x = nn.functional.avg_pool2d(x, 2).flatten(1)
+        return self.fc2(torch.relu(self.fc1(x)))
+
+
+def net():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def pictures(count=32, scale=1.0, shift=0.0, colour=(0.0, 0.0, 0.0)):
+    values = torch.randn(count, 3, 8, 8, generator=GENERATOR) * scale + shift
+    return values + torch.tensor(colour).reshape(1, 3, 1, 1)
+
+
+def large_channel(model):
+    with torch.no_grad():
+        model.conv1.weight[3] *= 60
+        model.conv2.weight[:, 3] /= 60
+
+
+def large_channel_of_a_linear_layer(model):
+    with torch.no_grad():
+        model.conv3.weight[5] *= 80
+        model.conv3.bias[5] *= 80
+        model.fc1.weight[:, 5 * 16 : 6 * 16] /= 80
+
+
+def uneven_rows(model):
+    with torch.no_grad():
+        model.conv3.weight[1] = 0
+        model.conv3.bias[1] = -1  # after the ReLU this channel is always 0,
+        model.fc1.weight[7, 16:32] = 3.0  # so that these weights do nothing but fill the range
+
+
+def one_large_weight(model):
+    with torch.no_grad():
+        model.conv3.weight[:, 2, 1, 1] = 12.0
+        model.conv2.weight[2] /= 200
+        model.conv2.bias[2] /= 200
+
+
+DATA = pictures()
+FAULTS = {
+    "outlier channel of a convolution": (large_channel, {}, DATA, None, OUTLIER_CHANNEL, "conv2"),
+    "outlier channel of a linear layer": (large_channel_of_a_linear_layer, {}, DATA, None, OUTLIER_CHANNEL, "fc1"),
+    "one scale for uneven outputs": (uneven_rows, {}, DATA, None, PER_TENSOR, "fc1"),
+    "one large weight": (one_large_weight, {}, DATA, None, OUTLIER_WEIGHT, "conv3"),
+    "4 bits in one layer": (lambda _: None, {"conv2": 4}, DATA, None, FEW_BITS, "conv2"),
+    "too few samples": (lambda _: None, {}, DATA[:1], None, FEW_SAMPLES, ""),
+    "another scale": (lambda _: None, {}, DATA / 255, None, OTHER_SCALE, ""),
+    "another mean": (lambda _: None, {}, DATA - 3, None, WRONG_MEAN, ""),
+    "another order of colours": (
+        lambda _: None, {}, pictures(colour=(0, 1.0, 2.0)).flip(1), pictures(colour=(0, 1.0, 2.0)), CHANNEL_ORDER, "",
+    ),
+    "a range that ends too early": (lambda _: None, {}, DATA.clamp(-0.7, 0.7), None, CLIPPED, "conv1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named(fault):
+    plant, bits, calibration, data, cause, layer = FAULTS[fault]
+    model = net()
+    plant(model)
+    config = None
+    if bits:
+        layers = {
+            name: amct.pytorch.LayerConfig(weights=amct.pytorch.ArqSettings(num_bits=number))
+            for name, number in bits.items()
+        }
+        config = amct.pytorch.QuantConfig(layers=layers)
+    found = amct.pytorch.diagnose(model, list(calibration.split(8)), [DATA if data is None else data], config)
+    assert (cause, layer) in {(each.name, each.layer) for each in found.causes[:2]}, str(found)
+    assert found.remedies, str(found)
+    assert found.remedies[0].gain > 1, str(found)
+    seen = DATA if data is None else data
+    healthy = amct.pytorch.diagnose(net(), list(seen.split(8)), [seen])
+    lost = healthy.sqnr - found.sqnr
+    if cause not in (FEW_SAMPLES,):
+        assert lost > 1
+    assert found.remedies[0].gain >= 0.8 * lost, f"lost {lost:.1f} dB\n{found}"
+
+
+def test_a_healthy_model_has_no_cause():
+    found = amct.pytorch.diagnose(net(), list(DATA.split(8)), [pictures()])
+    assert not [each for each in found.causes if "sensitive" not in each.name], str(found)
+
+
+def test_the_command_writes_the_config_of_the_best_remedy(tmp_path, capsys):
+    model = net()
+    large_channel(model)
+    quantized = amct.pytorch.quantize(model, [DATA[:8]])  # it owns the weights
+    onnx.save(with_values(quantized.prepared.float_model(None)), tmp_path / "net.onnx")
+    np.save(tmp_path / "data.npy", DATA.numpy())
+    arguments = [str(tmp_path / "net.onnx"), "--data", str(tmp_path / "data.npy"), "-o", str(tmp_path / "net.json")]
+    assert main(["doctor", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "outlier channel" in printed
+    assert "remedy" in printed
+    assert main(["config", "check", str(tmp_path / "net.json"), "--model", str(tmp_path / "net.onnx")]) == 0
