@@ -258,7 +258,7 @@ def test_mistakes_write_nothing(quantized, batches, tmp_path):
         quantized.report(target, batches, lambda *_: "good")
     with pytest.raises(CalibrationError, match="data is empty"):
         quantized.report(target, [])
-    with pytest.raises(ArgumentTypeError, match="expected a tensor, an iterable"):
+    with pytest.raises(ArgumentTypeError, match="expected a tensor, an array, an iterable"):
         quantized.report(target, 5)
     with pytest.raises(FileError, match="cannot be read"):
         quantized.report(target, batches, files=[tmp_path / "missing.onnx"])

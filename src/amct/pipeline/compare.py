@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 QDQ_FILE = "qdq_model.onnx"
 
 
-def measure(
+def measure(  # noqa: PLR0913  most of them say what is measured besides
     reference: ComparedModel,
     quantized: ComparedModel,
     batches: Iterable[tuple[Any, Any]],
@@ -54,6 +54,7 @@ def measure(
     metric: Metric | None = None,
     sample_count: Callable[[Any, Any], int] = lambda _batch, _arguments: 1,
     written: Callable[[Any], ModelOutput] | None = None,
+    before: Callable[[Any], ModelOutput] | None = None,
 ) -> Measured:
     """Run both models on each batch.
 
@@ -65,6 +66,7 @@ def measure(
         metric: ``metric(output, batch) -> float``, the mean over one batch.
         sample_count: The number of samples of a batch: its weight in the metric.
         written: Runs a written file of the quantized model; outputs and metric are then measured of the file.
+        before: Runs the model whose metric is that of the float model; None: ``reference``.
 
     Raises:
         ArgumentError: A layer's output has different shapes in both models.
@@ -98,6 +100,7 @@ def measure(
                 got = written(arguments)
             measuring.detections.take(_arrays(expected), _arrays(got))
             measuring.add(pairs.outputs(expected, got, measuring.detections.names))
+            expected = expected if before is None or metric is None else before(arguments)
             measuring.score(expected.value, got.value, batch, sample_count(batch, arguments))
     return measuring.result()
 

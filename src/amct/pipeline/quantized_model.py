@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import BatchInputs
-    from amct.pipeline.door import PreparedModel
+    from amct.pipeline.door import ModelOutput, PreparedModel
     from amct.pipeline.weights import QuantizedWeights
     from amct.record import AnyRecord
     from amct.report.content import ReportContent, TrainingContent
@@ -322,6 +322,7 @@ class QuantizedModel:
         inputs: BatchInputs | None = None,
         files: Iterable[str | os.PathLike[str]] = (),
         training: TrainingContent | None = None,
+        before: Callable[[Any], ModelOutput] | None = None,
     ) -> Path:
         """Run the float and the quantized model on data, and write what was found as one HTML file.
 
@@ -336,6 +337,7 @@ class QuantizedModel:
                 a QDQ file among them, without one of a Caffe deploy model, else of the simulation. A ``quant.json``
                 among them gets the report's SHA-256 and what was measured.
             training: What quantization-aware training did.
+            before: Runs the model whose metric is compared with; None: the float model.
 
         Returns:
             The path.
@@ -349,7 +351,7 @@ class QuantizedModel:
         where = Path(path)
         atomic.check_writable(where.parent)
         listed = [Path(file) for file in files]
-        found = self._measured_report(data, metric, inputs, listed)
+        found = self._measured_report(data, metric, inputs, listed, before)
         _write_report(where, replace(found.content, training=training), listed)
         self._verdict = found.content.verdict or self._verdict
         _note_measurement(found.measured, found.content.layers_of, self._verdict, listed)
@@ -410,7 +412,12 @@ class QuantizedModel:
         return self._measured_report(data, metric, inputs, [Path(file) for file in files]).content
 
     def _measured_report(
-        self, data: object, metric: Metric | None, inputs: BatchInputs | None, listed: list[Path]
+        self,
+        data: object,
+        metric: Metric | None,
+        inputs: BatchInputs | None,
+        listed: list[Path],
+        before: Callable[[Any], ModelOutput] | None = None,
     ) -> MeasuredReport:
         check_metric(metric, data)
         prepared, subject = self.prepared, self._report_subject(listed)
@@ -428,6 +435,7 @@ class QuantizedModel:
             metric=metric,
             sample_count=prepared.sample_count,
             written=written.run if written is not None else None,
+            before=before,
         )
         on = "the first calibration batch" if data is None else None
         layers_of = deploy.name if deploy is not None else SIMULATION

@@ -214,7 +214,9 @@ class TorchDoor:
     def plan(self, config: AnyConfig, example: Arguments, batches: int | None) -> tuple[Plan, bool]:
         """Capture the model on the first batch and return the plan of a config in the PyTorch dialect."""
         args, kwargs = example
-        self._traced = cached_trace(self._model, (*args, kwargs), io=self._io, all_layers=True, stored_weights=True)
+        self._traced = cached_trace(
+            self._model, (*args, kwargs), io=self._io, all_layers=True, stored_weights=True, any_batch=True
+        )
         if self._traced.program is None:
             _offer_parts(self._traced.model)
         else:
@@ -344,7 +346,7 @@ def reference_onnx(model: nn.Module, example: NDArray[np.float32]) -> ModelProto
     Raises:
         ExportError: the model cannot be captured, or uses an operation that ONNX lacks.
     """
-    traced = cached_trace(model, torch.from_numpy(example), all_layers=True, stored_weights=True)
+    traced = cached_trace(model, torch.from_numpy(example), all_layers=True, stored_weights=True, any_batch=True)
     return float_onnx(traced, fuse(traced)).model
 
 

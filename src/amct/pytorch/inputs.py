@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -235,12 +235,18 @@ class IoOptions:
     Attributes:
         input_names: Names of the input tensors, in order; further inputs keep the names of the forward.
         output_names: Names of the outputs, in order.
-        dynamic_axes: Axes with dynamic size, ``{name: {axis: label}}`` or ``{name: [axis, ...]}``.
+        dynamic_axes: Axes with dynamic size, ``{name: {axis: label}}`` or ``{name: [axis, ...]}``; None: in this
+            package's own functions the first axis of all inputs, if they share its size and the model lets it vary,
+            else none; ``{}``: none.
     """
 
     input_names: Sequence[str] | None = None
     output_names: Sequence[str] | None = None
     dynamic_axes: Mapping[str, Any] | None = None
+
+
+BATCH_LABEL = "batch"
+"""The dynamic size of the first axis of all inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +295,13 @@ class IoNames:
                 )
             found.append(axes)
         return found if any(found) else None
+
+    def with_open_batch(self, tensors: Sequence[Tensor]) -> IoNames | None:
+        """The same names, with a dynamic first axis of all inputs; None if they do not share its size."""
+        sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors}
+        if len(sizes) != 1 or 0 in sizes:
+            return None
+        return replace(self, axes={name: {0: BATCH_LABEL} for name in self.inputs})
 
     def described_axes(self) -> str:
         """The dynamic axes as text for a message."""

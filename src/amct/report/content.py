@@ -214,8 +214,15 @@ class TrainedClips:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingContent:
-    """What quantization-aware training did: the losses of its steps or epochs, and where the clips moved."""
+    """What quantization-aware training did.
 
+    Attributes:
+        before: What the metric before is that of.
+        losses: Of its steps or epochs.
+        clips: Where they moved.
+    """
+
+    before: str = ""
     losses: tuple[float, ...] = ()
     clips: tuple[TrainedClips, ...] = ()
 

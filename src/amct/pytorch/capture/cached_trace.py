@@ -98,13 +98,15 @@ def cached_trace(
     io: IoOptions | None = None,
     all_layers: bool = False,
     stored_weights: bool = False,
+    any_batch: bool = False,
     origin: KnownTrace | None = None,
 ) -> Traced:
     """As ``trace``, with the same arguments and errors, but cached.
 
     ``all_layers``: functional calls on parameters and modules called several times are layers too; AMCT's functions
     leave both float. ``stored_weights``: so are layers whose forward computes the weight from parameters; the traced
-    model has the computed weights, so it cannot be trained. ``origin``: of the model of which this one is a copy.
+    model has the computed weights, so it cannot be trained. ``any_batch``: as for ``trace``. ``origin``: of the model
+    of which this one is a copy.
     """
     if not isinstance(model, nn.Module):
         return trace(model, input_data)  # raises the error
@@ -113,12 +115,16 @@ def cached_trace(
     refuse_modules(model)
     inputs = example_inputs(model, input_data)
     io_names = IoNames.checked(io or IoOptions(), inputs.names)
+    any_batch = any_batch and (io is None or io.dynamic_axes is None)
     # Found anew at each call, because the values of computed biases are part of the layers.
     plain = with_plain_weights(model)
     with_layers = find_functional_layers(plain, inputs, stored=stored_weights) if all_layers else plain
 
     def on(known: KnownTrace) -> Traced:
-        return replace(known.traced, model=with_layers if known.has_layers else plain, inputs=inputs, names=io_names)
+        names = io_names
+        if any_batch and known.traced.names.axes:
+            names = io_names.with_open_batch(inputs.tensors()) or io_names
+        return replace(known.traced, model=with_layers if known.has_layers else plain, inputs=inputs, names=names)
 
     if origin is not None and origin.key is not None and _form(on(origin)) == origin.key:
         return on(origin)
@@ -127,15 +133,16 @@ def cached_trace(
         # Values decide where control flow depends on them, or torch computes weights from others.
         with_values = traced.program is None or is_parametrized(model)
         found = _key(model, inputs, io_names, compared="values" if with_values else "identity")
-        return None if found is None else (found, all_layers, stored_weights, functional_layers(with_layers))
+        options = all_layers, stored_weights, any_batch
+        return None if found is None else (found, options, functional_layers(with_layers))
 
     with _lock:
         cached = _cache.get(model)
     if cached is not None and cached.key == key_of(cached.traced):
         return on(cached)
-    traced = _trace_with_layers(with_layers, input_data, io) if with_layers is not plain else None
+    traced = _trace_with_layers(with_layers, input_data, io, any_batch) if with_layers is not plain else None
     has_layers = traced is not None
-    traced = traced or trace(plain, input_data, io=io, repeated_layers=all_layers)
+    traced = traced or trace(plain, input_data, io=io, repeated_layers=all_layers, any_batch=any_batch)
     key = key_of(traced)
     with _lock:
         if key is None:
@@ -145,14 +152,14 @@ def cached_trace(
     return traced
 
 
-def _trace_with_layers(model: nn.Module, input_data: object, io: IoOptions | None) -> Traced | None:
+def _trace_with_layers(model: nn.Module, input_data: object, io: IoOptions | None, any_batch: bool) -> Traced | None:
     """Trace a copy with functional layers; None if its forward calls them as if they were the user's own children.
 
     That is so in a module that calls all its children and uses its own parameters in functional calls as well.
     """
     layers = functional_layers(model)
     try:
-        traced = trace(model, input_data, io=io, repeated_layers=True)
+        traced = trace(model, input_data, io=io, repeated_layers=True, any_batch=any_batch)
     except ModelError:
         return None
     found = {name: traced.layers[name].calls for name in layers.sources if name in traced.layers}

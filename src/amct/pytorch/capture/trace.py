@@ -99,6 +99,7 @@ def trace(
     *,
     io: IoOptions | None = None,
     repeated_layers: bool = False,
+    any_batch: bool = False,
 ) -> Traced:
     """Find the layers and the topology of a model from one example input; the model is not changed.
 
@@ -107,6 +108,7 @@ def trace(
         input_data: a tensor, a tuple of arguments, a dict of keyword arguments, or a tuple that ends in such a dict.
         io: names of the inputs and outputs in an exported file, and dynamic axes.
         repeated_layers: whether a module that is called several times in one forward is a layer.
+        any_batch: without dynamic axes in ``io``, whether the first axis is dynamic where the model lets it vary.
 
     Raises:
         ArgumentTypeError: ``model`` is not an nn.Module.
@@ -121,7 +123,7 @@ def trace(
     model = with_plain_weights(model)
     inputs = example_inputs(model, input_data)
     names = IoNames.checked(io or IoOptions(), inputs.names)
-    program = _captured(model, inputs, names)
+    names, program = _captured(model, inputs, names, any_batch=any_batch and (io is None or io.dynamic_axes is None))
     if isinstance(program, CaptureFailure):
         traced = _from_calls(model, inputs, names, program, repeated_layers)
         logger.warning(
@@ -150,15 +152,27 @@ def trace(
     )
 
 
-def _captured(model: nn.Module, inputs: ExampleInputs, names: IoNames) -> ExportedProgram | CaptureFailure:
-    open_axes = names.open_axes(inputs.tensors())
+def _captured(
+    model: nn.Module, inputs: ExampleInputs, names: IoNames, *, any_batch: bool
+) -> tuple[IoNames, ExportedProgram | CaptureFailure]:
+    """The program, and the names with the axes that are dynamic in it."""
+    wished = names.with_open_batch(inputs.tensors()) if any_batch else None
+    open_axes = (wished or names).open_axes(inputs.tensors())
     program = capture(model, inputs, open_axes)
     if open_axes is None or not isinstance(program, CaptureFailure):
-        return program
+        return wished or names, program
     with_fixed_sizes = capture(model, inputs)
     if isinstance(with_fixed_sizes, CaptureFailure):
-        return with_fixed_sizes
+        return names, with_fixed_sizes
     fixed = [f'axis {axis} of "{name}" is {size}' for name, axis, size in _FIXED_AXIS.findall(program.detail)]
+    if wished is not None:
+        logger.info(
+            "%s: the files take batches of %d samples only, as the model does not let their number vary: %s",
+            type(model).__name__,
+            inputs.tensors()[0].shape[0],
+            ", ".join(fixed) or program,
+        )
+        return names, with_fixed_sizes
     raise ExportError(
         f"dynamic_axes: the model does not let {names.described_axes()} vary: {', '.join(fixed) or program}. "
         "Leave the axis out of dynamic_axes, or write the model so that it does not fix the size"

@@ -101,7 +101,8 @@ def prepare_trained(
         ExportError: A trained layer is not a layer of the model any more.
     """
     given = (*example[0], example[1])
-    traced = cached_trace(plain, given, io=io, all_layers=state.all_layers, origin=state.origin)
+    own = state.all_layers  # AMCT's functions have other layers, and files of the sizes of the example
+    traced = cached_trace(plain, given, io=io, all_layers=own, any_batch=own, origin=state.origin)
     layers = quantized_layers(trained)
     lost = [name for name in layers if name not in traced.layers]
     if lost:

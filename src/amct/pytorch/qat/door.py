@@ -37,6 +37,7 @@ from amct.pytorch.qat.deployment import is_made_by_relu, not_negative, train_pla
 from amct.pytorch.qat.layers import QuantizedCall, as_quantized, put_quantizers, quantized_layers, trained_parts
 from amct.pytorch.qat.model import QatState, as_qat_model, keep_statistics, kept_batch, with_state
 from amct.pytorch.qat.operations import add_calls, instrument
+from amct.pytorch.qat.original import Original
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
 from amct.pytorch.user_model import copy_in_its_mode, copy_model, refuse_operators, unwrap
 
@@ -98,7 +99,7 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     data = torch_batches(plain, batches, inputs, name="batches")
     example = data.first()
     options = io or IoOptions()
-    traced = cached_trace(plain, (*example[0], example[1]), io=options, all_layers=True)
+    traced = cached_trace(plain, (*example[0], example[1]), io=options, all_layers=True, any_batch=True)
     plan = retrain_plan_of(config, traced.config_layers())
     trainable = build(traced, plan, weight_bits={8: 7} if target == Target.PORTABLE.value else {})
     with_state(trainable, all_layers=True)
@@ -119,6 +120,8 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
         teacher=teachers,
         target=target,
         freeze_norms=freeze_norms,
+        original=Original.of(model, kept),
+        teaches_itself=teacher is model,
     )
 
 

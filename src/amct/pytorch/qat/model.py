@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import math
 import types
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -17,6 +19,7 @@ from amct.errors import ArgumentError, TrainingError
 from amct.export.check.batch import batch_size, copied, first_samples
 from amct.export.request import DEFAULT_FORMATS, Placement, Target
 from amct.pipeline.quantized_model import QuantizedModel
+from amct.printable import counted
 from amct.pytorch.inputs import IoOptions, torch_batches
 from amct.pytorch.pruning.sparse import make_plain, sparse_layers
 from amct.pytorch.qat.deployment import (
@@ -28,25 +31,34 @@ from amct.pytorch.qat.deployment import (
 )
 from amct.pytorch.qat.layers import quantized_layers
 from amct.pytorch.qat.operations import has_operations, inside, operation_quantizers, quantized_inputs
+from amct.pytorch.qat.original import Original, runner_of
 from amct.pytorch.user_model import copy_model
 from amct.report.content import TrainedClips, TrainingContent
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from amct.config.plan import RetrainPlan
     from amct.model import Skip
     from amct.pipeline.batches import BatchInputs
+    from amct.pipeline.door import ModelOutput
     from amct.pytorch.capture.cached_trace import KnownTrace
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import TorchPreparation
     from amct.report.measuring import Metric
 
+logger = logging.getLogger(__name__)
+
 MOST_SAMPLES = 64
 """Samples of a batch that the model keeps: to be traced with, and to observe the tensors between layers."""
 _LARGEST_BYTES = 1 << 26
+BEFORE = "The metric before is that of the float model that was handed in, on the same data."
+WITHOUT_QUANTIZERS = (
+    "The metric before is that of the trained weights without quantizers: the float model that was handed in is gone, "
+    "or was changed. Keep it while training, or give it as teacher."
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,10 +74,12 @@ class QatState:
         seen: Arguments of the first forward in eval mode after training.
         start: By layer: the clips before training.
         teacher: The float model to learn from, inside a tuple.
+        teaches_itself: Whether the teacher is the model that was handed in.
         temperature: How much the teacher's probabilities are softened.
         all_layers: Whether functional calls and modules called several times can be layers; not in AMCT's functions.
         target: The QDQ file that it is trained for.
         freeze_norms: Whether batch norms use and keep their running statistics in train mode too.
+        original: The float model that was handed in.
     """
 
     plan: RetrainPlan
@@ -76,10 +90,12 @@ class QatState:
     seen: Arguments | None = None
     start: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     teacher: tuple[nn.Module, ...] = ()
+    teaches_itself: bool = False
     temperature: float = 4.0
     all_layers: bool = False
     target: str = Target.EXACT8.value
     freeze_norms: bool = False
+    original: Original | None = None
 
     def __deepcopy__(self, _: dict[int, Any]) -> QatState:
         """A copy of the model shares what is never changed: plan, trace, batches and teacher."""
@@ -187,6 +203,12 @@ class QatModel(nn.Module):
             for clips in self._clips()
             if clips.before
         ]
+        original = self._qat.original
+        distance = None if original is None else original.distance(self)
+        if original is not None and distance is not None:
+            samples = batch_size(original.batch)[0]
+            moved = "equal to" if distance == math.inf else f"at an SQNR of {distance:.1f} dB from"
+            text += f"\noutputs {moved} those of the float model that was handed in (on {counted(samples, 'sample')})"
         return "\n".join([text, "clips of activations, before training -> now:", *rows]) if rows else text
 
     @log.screen_only()
@@ -227,8 +249,22 @@ class QatModel(nn.Module):
 
         ``losses`` are those of the training steps or epochs, in order.
         """
-        training = TrainingContent(losses=tuple(float(loss) for loss in losses), clips=tuple(self._clips()))
-        return self.quantized().report(path, data, metric, inputs=inputs, files=files, training=training)
+        before = self._float_runner() if metric is not None else None
+        text = BEFORE if before is not None else WITHOUT_QUANTIZERS if metric is not None else ""
+        if metric is not None and before is None:
+            logger.warning("%s", WITHOUT_QUANTIZERS)
+        training = TrainingContent(
+            before=text, losses=tuple(float(loss) for loss in losses), clips=tuple(self._clips())
+        )
+        return self.quantized().report(path, data, metric, inputs=inputs, files=files, training=training, before=before)
+
+    def _float_runner(self) -> Callable[[Arguments], ModelOutput] | None:
+        """Runs the float model that was handed in, or the teacher if that is a copy of it; None: both are gone."""
+        state = self._qat
+        found = None if state.original is None else state.original.runner()
+        if found is None and state.teacher and state.teaches_itself:
+            return runner_of(state.teacher[0])
+        return found
 
     def _clips(self) -> Iterator[TrainedClips]:
         for name, layer in quantized_layers(self).items():

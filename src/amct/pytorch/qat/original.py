@@ -1,0 +1,103 @@
+"""The float model that was handed in for training: what "before" means in a summary and a report.
+
+The trained weights without their quantizers are another model, often a worse one. No copy of the user's model is kept:
+its outputs on a first batch, and a weak reference to it, by which it is run again while it lives and is unchanged.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from amct.export.check.losses import similarity_over
+from amct.pytorch.inputs import tensors_in
+from amct.pytorch.layer_hooks import torch_output
+from amct.pytorch.user_model import as_array, copy_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from amct.pipeline.door import ModelOutput
+    from amct.pytorch.layer_hooks import Arguments
+
+
+@dataclass(frozen=True, eq=False)
+class Original:
+    """The float model that was handed in.
+
+    Attributes:
+        batch: Arguments of one forward.
+        outputs: The floating-point tensors that it returned for them.
+        model: The model; None when it is gone, or was not copied with a pickle.
+        state: Of each of its tensors: which one it is, and how often it was changed.
+    """
+
+    batch: Arguments
+    outputs: Sequence[Tensor]
+    model: weakref.ref[nn.Module] | None
+    state: object
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Arguments) -> Original:
+        """Run a model on a batch; it is not changed."""
+        args, kwargs = batch
+        with torch.no_grad():
+            result = copy_model(model, share_tensors=True).eval()(*args, **kwargs)
+        outputs = [tensor.detach().cpu() for tensor in tensors_in(result) if tensor.is_floating_point()]
+        return cls(batch, outputs, weakref.ref(model), _state(model))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickle has the outputs only."""
+        return {**vars(self), "model": None, "state": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def runner(self) -> Callable[[Arguments], ModelOutput] | None:
+        """Runs the model, if it lives and has the values that it was handed in with."""
+        model = None if self.model is None else self.model()
+        if model is None or _state(model) != self.state:
+            return None
+        return runner_of(model)
+
+    def distance(self, model: nn.Module) -> float | None:
+        """The SQNR in dB of another model's outputs to the kept ones; None if they cannot be compared."""
+        args, kwargs = self.batch
+        was_training = model.training
+        try:
+            with torch.no_grad():
+                result = model.eval()(*args, **kwargs)
+        finally:
+            model.train(was_training)
+        found = [tensor.detach().cpu() for tensor in tensors_in(result) if tensor.is_floating_point()]
+        if [tensor.shape for tensor in found] != [tensor.shape for tensor in self.outputs]:
+            return None
+        named = ({str(number): as_array(each) for number, each in enumerate(own)} for own in (self.outputs, found))
+        similarity, _ = similarity_over([(next(named), next(named))])
+        if similarity is None:
+            return None
+        return similarity.sqnr
+
+
+def runner_of(model: nn.Module) -> Callable[[Arguments], ModelOutput]:
+    """Runs a model in eval mode; the model itself keeps its mode."""
+    plain = copy_model(model, share_tensors=True).eval()
+
+    def run(arguments: Arguments) -> ModelOutput:
+        args, kwargs = arguments
+        with torch.no_grad():
+            return torch_output(plain(*args, **kwargs))
+
+    return run
+
+
+def _state(model: nn.Module) -> object:
+    return [(name, id(tensor), tensor._version) for name, tensor in _tensors(model)]
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]

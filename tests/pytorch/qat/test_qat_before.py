@@ -1,0 +1,90 @@
+"""Before training means the float model that was handed in, not the trained weights without their quantizers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import amct.pytorch
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)).mean((2, 3)))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+DATA = [torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+
+
+def size(output, batch):
+    """A metric that tells models apart: the mean of what they return."""
+    del batch
+    return float(output.detach().mean())
+
+
+def trained(model, **options):
+    """Trained so far away that its weights without quantizers are quite another model."""
+    made = amct.pytorch.prepare_qat(model, DATA, **options)
+    with torch.no_grad():
+        made.second.bias += 10.0
+    return made.eval()
+
+
+def metric_before(made, tmp_path):
+    page = made.report(tmp_path / "report.html", DATA, size).read_text()
+    return float(re.search(r">size<.*?<span class=\"before\">([^<]+)<", page, re.DOTALL)[1]), page
+
+
+def test_the_metric_before_is_that_of_the_model_that_was_handed_in(model, tmp_path):
+    expected = sum(size(model(batch), batch) for batch in DATA) / 2
+    made = trained(model)
+    found, page = metric_before(made, tmp_path)
+    assert found == pytest.approx(expected, abs=2e-3)
+    assert "that of the float model that was handed in" in page
+    assert not model.training
+
+
+def test_without_the_model_its_copy_as_teacher_serves(model, tmp_path):
+    expected = sum(size(model(batch), batch) for batch in DATA) / 2
+    made = trained(model, teacher=model)
+    with torch.no_grad():
+        model.second.bias += 5.0  # it is not what was handed in any more
+    assert metric_before(made, tmp_path)[0] == pytest.approx(expected, abs=2e-3)
+
+
+def test_a_model_that_is_gone_is_said(model, tmp_path, caplog):
+    made = trained(copy.deepcopy(model))
+    gc.collect()
+    found, page = metric_before(made, tmp_path)
+    assert found > 5
+    assert "trained weights without quantizers" in page
+    assert "Keep it while training, or give it as teacher" in caplog.text
+
+
+def test_the_summary_compares_with_the_outputs_that_were_kept(model):
+    line = r"outputs at an SQNR of (-?[\d.]+) dB from those of the float model that was handed in \(on 4 samples\)"
+    start = amct.pytorch.prepare_qat(model, DATA)
+    near = float(re.search(line, start.summary())[1])
+    made = trained(model)
+    for each in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert float(re.search(line, each.summary())[1]) < near - 20
+    with torch.no_grad():
+        expected, got = model(DATA[0]), made(DATA[0])
+    exact = 10 * torch.log10(expected.square().sum() / (expected - got).square().sum())
+    assert float(re.search(line, made.summary())[1]) == pytest.approx(float(exact), abs=0.06)
