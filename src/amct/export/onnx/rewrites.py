@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -260,3 +260,34 @@ def _add_pad(graph: OnnxGraph, node: NodeProto, pads: list[int]) -> None:
     name = graph.fresh_name(f"{node.name}.pad")
     stored = graph.add_initializer(f"{name}.pads", amounts)
     graph.set_input(node, 0, graph.add_node("Pad", name, [node.input[0], stored]))
+
+
+_LEAST_RAISED = 18
+_WIDENED = frozenset({
+    "AveragePool", "Cast", "Constant", "ConstantOfShape", "DequantizeLinear", "Equal", "Flatten", "Identity", "If",
+    "IsInf", "IsNaN", "Loop", "Pad", "QuantizeLinear", "ReduceMax", "ReduceMin", "Reshape", "Scan", "Shape", "Size",
+    "Squeeze", "Transpose", "Unsqueeze",
+})  # fmt: skip
+"""Operators of which opsets 19 to 21 only take more types and have more options than opset 18."""
+
+
+def can_be_raised(nodes: Iterable[NodeProto], opset: int, wanted: int) -> bool:
+    """Whether nodes of an opset mean the same in a later one; false for opsets before 18."""
+    return opset >= wanted or (
+        opset >= _LEAST_RAISED and all(_means_the_same(node, opset, wanted) for node in nodes if not node.domain)
+    )
+
+
+def _means_the_same(node: NodeProto, opset: int, wanted: int) -> bool:
+    inner = (inside for attribute in node.attribute if attribute.HasField("g") for inside in attribute.g.node)
+    versions = {onnx.defs.get_schema(node.op_type, each).since_version for each in (opset, wanted)}
+    return (len(versions) == 1 or node.op_type in _WIDENED) and all(_means_the_same(x, opset, wanted) for x in inner)
+
+
+def raise_opset(model: ModelProto, opset: int) -> None:
+    """Say a later opset, where ``can_be_raised``."""
+    written = next(entry for entry in model.opset_import if entry.domain == "")
+    if written.version < opset:
+        written.version = opset
+        needed = helper.find_min_ir_version_for(list(model.opset_import), ignore_unknown=True)
+        model.ir_version = max(model.ir_version, needed)

@@ -17,6 +17,7 @@ from amct.export.formats import ExportedModel, write_metadata
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer import layer_report, share_weights
 from amct.export.onnx.layer_lookup import find_layers
+from amct.export.onnx.rewrites import raise_opset
 from amct.export.qdq.auto import fastest_placement
 from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes
 from amct.export.qdq.placement import FastPlacement, FastPlanner, InputToQuantize, ParameterSource, has_integer_kernel
@@ -106,6 +107,8 @@ def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the opt
     rescaled = tuple(layer.name for layer in layers if layer.rescaled)
     share_weights(graph, layers)
     exported = graph.build()
+    if nodes.has_four_bits:
+        raise_opset(exported, SIXTEEN_BIT_OPSET)
     write_metadata(exported, rescaled=rescaled)
     return ExportedModel(
         model=exported,

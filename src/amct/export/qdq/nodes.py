@@ -12,6 +12,9 @@ vnni        int8, 8 bits     CPUs with VNNI (and ARM): the record's own integers
 exact8      uint8, 8 bits    every CPU, slower: the record's own integers + 128, zero point 128
 ==========  ===============  ===========================================================================================
 
+Weights of 4 bits are stored as int4, two in a byte, and cast to int8 (opset 21); for exact8, and in models that have no
+form in opset 21, they are stored as other weights.
+
 Activations are uint8: the record's integer + 128, with the zero point shifted by 128, which is lossless.
 """
 
@@ -19,11 +22,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import torch
+from onnx import TensorProto
 
 from amct.errors import CalibrationError, ExportError
 from amct.export.onnx.layer import owned_name, replace_bias, stored_weight
+from amct.export.onnx.rewrites import can_be_raised
 from amct.export.qdq.rewrites import insert_balance
 from amct.export.request import Target
 from amct.model.kinds import LayerKind
@@ -52,6 +58,9 @@ class QdqNodes:
         self.fast = False
         """Placement fast: the file may deviate from the record where that is closer to the float model."""
         self.notes: list[str] = []
+        self.four_bits = target is not Target.EXACT8 and can_be_raised(graph.nodes, graph.opset, SIXTEEN_BIT_OPSET)
+        """Whether weights of 4 bits are stored as such, which needs opset 21."""
+        self.has_four_bits = False
         self._bits: dict[str, int] = {}
         self._pairs: dict[tuple[str, QParams], tuple[str, str]] = {}
         self._balanced: dict[tuple[str, bytes], str] = {}
@@ -177,32 +186,55 @@ class QdqNodes:
         self, layer: OnnxLayer, index: int, integers: NDArray[np.int8], scales: NDArray[np.float32], axis: int
     ) -> None:
         base = owned_name(self.graph, layer.node, index, f"{layer.name}.weight{index}")
-        result = self._dequantized_weight(base, integers, scales, axis)
+        result = self._dequantized_weight(base, integers, scales, axis, layer.qparams.weight.bits)
         if layer.kind.is_recurrent and not layer.is_wide_float:
             result = self.graph.add_node("Cast", f"{base}.cast", [result], to=layer.element_type)
         self.graph.set_input(layer.node, index, result)
 
-    def _dequantized_weight(self, base: str, integers: NDArray[np.int8], scales: NDArray[np.float32], axis: int) -> str:
+    def _dequantized_weight(
+        self, base: str, integers: NDArray[np.int8], scales: NDArray[np.float32], axis: int, bits: int
+    ) -> str:
+        if bits == 4 and self.four_bits and integers.min() >= -8 and integers.max() <= 7:
+            return self._dequantized_four_bits(base, integers, scales, axis)
         stored: NDArray[np.integer] = integers
         zero: NDArray[np.integer] = np.zeros(scales.size, dtype=np.int8)
         if self.target is Target.EXACT8:
             stored, zero = (integers.astype(np.int16) + 128).astype(np.uint8), np.full(scales.size, 128, np.uint8)
         return self._dequantized_constant(base, stored, scales, zero, axis)
 
+    def _dequantized_four_bits(
+        self, base: str, integers: NDArray[np.int8], scales: NDArray[np.float32], axis: int
+    ) -> str:
+        """Store two integers a byte, and cast them to int8 ahead of DequantizeLinear.
+
+        When onnxruntime loads the file it computes the cast, and has an integer kernel for what is left; for int4
+        ahead of DequantizeLinear it has none.
+        """
+        self.has_four_bits = True
+        graph = self.graph
+        packed = graph.add_initializer(f"{base}.quantized", integers.astype(ml_dtypes.int4))
+        stored = graph.add_node("Cast", graph.fresh_name(f"{base}.cast"), [packed], to=TensorProto.INT8)
+        zero = np.zeros(scales.size, dtype=np.int8)
+        return self._dequantized_constant(base, stored, scales, zero, axis)
+
     def _dequantized_constant(
         self,
         base: str,
-        integers: NDArray[np.integer],
+        integers: NDArray[np.integer] | str,
         scales: NDArray[np.float32],
         zero: NDArray[np.integer] | None = None,
         axis: int = 0,
     ) -> str:
-        """Store integers with their parameters (one, or one per index of an axis) and a node that dequantizes them."""
+        """Store integers with their parameters (one, or one per index of an axis) and a node that dequantizes them.
+
+        The integers may be a tensor that there is already.
+        """
         graph, per_tensor = self.graph, scales.size == 1
-        arrays = {"quantized": integers, "scale": scales.reshape(()) if per_tensor else scales}
+        stored = integers if isinstance(integers, str) else graph.add_initializer(f"{base}.quantized", integers)
+        arrays: dict[str, NDArray[Any]] = {"scale": scales.reshape(()) if per_tensor else scales}
         if zero is not None:
             arrays["zero_point"] = zero.reshape(()) if per_tensor else zero
-        inputs = [graph.add_initializer(f"{base}.{name}", array) for name, array in arrays.items()]
+        inputs = [stored, *(graph.add_initializer(f"{base}.{name}", array) for name, array in arrays.items())]
         attributes: dict[str, Any] = {} if per_tensor else {"axis": axis}
         return graph.add_node("DequantizeLinear", graph.fresh_name(f"{base}.dequantize"), inputs, **attributes)
 
@@ -216,7 +248,7 @@ class QdqNodes:
         rows = integers.reshape(groups, inputs // groups, outputs, *kernel).swapaxes(1, 2)
         base = owned_name(graph, layer.node, 1, name)
         flat = rows.reshape(groups * outputs, inputs // groups, *kernel)
-        tensor = self._dequantized_weight(base, np.ascontiguousarray(flat), scales, axis=0)
+        tensor = self._dequantized_weight(base, np.ascontiguousarray(flat), scales, 0, layer.qparams.weight.bits)
         wide = graph.add_initializer(f"{name}.by_group", np.array([groups, outputs, inputs // groups, *kernel]))
         tensor = graph.add_node("Reshape", f"{name}.split", [tensor, wide])
         permutation = [0, 2, 1, *range(3, 3 + len(kernel))]
