@@ -108,7 +108,7 @@ def plain(node, inputs):
     if node.op_type == "Flatten":
         return x.reshape(x.shape[0], -1)
     if node.op_type == "Reshape":
-        return x.reshape(inputs[1])
+        return x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(inputs[1])])
     if node.op_type == "Unsqueeze":
         return np.expand_dims(x, tuple(inputs[1]))
     if node.op_type == "Squeeze":

@@ -300,6 +300,11 @@ class CalibrationSession(ObservedTensors):
         if check is not None:
             check()
         result = replace(_result_of(self._layers, self._beat), tensors=self.tensor_qparams())
+        zero = [each.stream.described for each in self._streams() if each.is_near_zero]
+        if zero:
+            more = f" and {len(zero) - _SHOWN_LAYERS} more" if len(zero) > _SHOWN_LAYERS else ""
+            listed = ", ".join(zero[:_SHOWN_LAYERS])
+            logger.warning("%s%s: all values are (as good as) zero, so the scale is 1", listed, more)
         if self._on_end is not None:
             self._on_end(result)
         return result

@@ -173,9 +173,12 @@ class Watched:
         if self._found is None:
             self._found = self._search() if self.leader is None else self.leader.factors()
             self.observer = self._begin_batch = None
-            if bool(self._found.near_zero.any()):
-                logger.warning("%s: all values are (as good as) zero, so the scale is 1", self.stream.described)
         return self._found
+
+    @property
+    def is_near_zero(self) -> bool:
+        """Whether the search found nothing but (practically) zeros."""
+        return self._found is not None and bool(self._found.near_zero.any())
 
     def _search(self) -> Observed:
         assert self.observer is not None, "searched once"

@@ -12,7 +12,7 @@ from amct.cli import caffe, compare, config, doctor, inspect, prune, quantize, r
 app = typer.Typer(
     name="amct",
     help="Quantize PyTorch, Caffe and ONNX networks with AMCT's files and names.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text: rich formatting would double the start-up time
@@ -27,11 +27,15 @@ def _show_version(value: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Options that stand before a command."""
+    del version  # its callback has shown it
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 app.add_typer(caffe.app)

@@ -357,5 +357,8 @@ def _compare(files: list[str], output: Path) -> None:
         check_file(file)
     check_report(output)
     runs = write_runs_page(output, files)
-    show(f"layers better in {runs.names[-1]} than in {runs.names[0]}: {runs.gained}; worse: {runs.lost}")
+    if runs.not_judged:
+        show(f"not judged: {runs.not_judged}; write both reports on the same data")
+    else:
+        show(f"layers better in {runs.names[-1]} than in {runs.names[0]}: {runs.gained}; worse: {runs.lost}")
     show(f"wrote {output}")

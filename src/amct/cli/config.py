@@ -57,7 +57,8 @@ ModelOption = Annotated[
     str,
     typer.Option(
         "--model",
-        help='deploy.prototxt, a Python reference "package.module:factory", or a .txt file with "name type" a line.',
+        help='deploy.prototxt, net.onnx, a Python reference "package.module:factory", or a .txt file with "name type" '
+        "in each line.",
     ),
 ]
 KindOption = Annotated[

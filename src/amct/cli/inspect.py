@@ -10,8 +10,11 @@ from amct.cli.model_layers import is_prototxt
 from amct.cli.options import MODEL_HELP, JsonOption, ShapeOption
 from amct.cli.own_layers import takes_own_layers
 from amct.cli.printing import aligned, show, show_json
+from amct.printable import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from amct.config.layers import LayerInfo
 
 
@@ -43,7 +46,20 @@ def inspect(
         return
     for line in aligned([list(row.values()) for row in rows]):
         show(line)
-    show(f"{sum(row['verdict'] == 'quantized' for row in rows)} of {len(rows)} layers are quantized by default")
+    names = {layer.name for layer in layers}
+    computing = [row for layer, row in zip(layers, rows, strict=True) if _counts(layer, row["verdict"], names)]
+    done = sum(row["verdict"] == "quantized" for row in computing)
+    show(f"{done} of {counted(len(computing), 'layer')} are quantized by default")
+
+
+_NO_LAYERS = frozenset({"Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unflatten", "Unsqueeze"})
+"""Types that only arrange values."""
+
+
+def _counts(layer: LayerInfo, verdict: str, names: Collection[str]) -> bool:
+    """Whether a module computes something: it is no container, does not only arrange values, and is not folded."""
+    is_container = any(name.startswith(f"{layer.name}.") for name in names)
+    return not (is_container or layer.type in _NO_LAYERS or verdict.startswith("folded"))
 
 
 def _verdict(layer: LayerInfo, dialect: str) -> str:

@@ -86,7 +86,7 @@ def _result(
 def _as_json(result: PrunedModel, files: list[Path]) -> dict[str, Any]:
     return {
         "channels": {name: list(pair) for name, pair in result.channels.items()},
-        "left as they are": {skip.layer: skip.reason for skip in result.skipped},
+        "left_as_they_are": {skip.layer: skip.reason for skip in result.skipped},
         "parameters": [result.before.parameters, result.after.parameters],
         "macs": [result.before.macs, result.after.macs],
         "files": [str(file) for file in files],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -22,7 +23,7 @@ from amct.model.verdict import LEVELS, NOT_JUDGED
 from amct.printable import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from amct.calibration import Ranks
     from amct.data import StoredBatches
@@ -96,7 +97,7 @@ def quantize(  # noqa: PLR0913  the options of a command
 
     Example: amct quantize net.onnx --data images/ --labels labels.tsv --max-drop 0.5 -o out/net
     """
-    files = _Files(output, report, formats, placement, run_files=not no_check)
+    files = _Files(_prefix(output), report, formats, placement, run_files=not no_check)
     with few_lines():
         own.refuse_unless_caffe(weights is not None)
         _check_options(model, weights, config, part, equalize=equalize and goal.is_given)
@@ -105,7 +106,7 @@ def quantize(  # noqa: PLR0913  the options of a command
         files.check()
         data.check()
         state = files.calibration(resume=resume)
-        with processes() as prints:
+        with processes() as prints, _telling_of(state):
             if goal.is_given:
                 where, save = files.where, files.save_unchecked
                 quantized, batches = search_settings(
@@ -142,6 +143,27 @@ def _check_options(model: str, weights: Path | None, config: Path | None, part: 
     _check_model(model, weights)
     if config is not None:
         check_file(str(config))
+
+
+def _prefix(output: str) -> str:
+    """The prefix that ``--output`` means; of the name of an ONNX file, what stands before its ending."""
+    if not output.endswith(ONNX_ENDING) or Path(output).name == ONNX_ENDING:
+        return output
+    prefix = output.removesuffix(ONNX_ENDING)
+    show(f"output      {prefix}_qdq_model.onnx and so on: there are several files, and -o is their prefix", err=True)
+    return prefix
+
+
+@contextmanager
+def _telling_of(state: CalibrationFile) -> Iterator[None]:
+    """On Ctrl-C, tell what is left of a calibration and how to go on with it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        left = state.of_process(_ranks())
+        if left.is_file():
+            show(f"{left} has the calibration so far; the same command with --resume goes on with it", err=True)
+        raise
 
 
 def _check_level(fail_on: str | None, *, run_files: bool) -> None:

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 _LOOKAHEAD_BYTES = 256 << 20
 _SEED = 0
+_NAMES_SHOWN = 3
 
 
 def learn_rounding(
@@ -76,22 +77,37 @@ def learn_rounding(
     cache = OutputCache(quantized, [layer.name for layer in layers])
     outputs = _FloatOutputs(preparation.fused.model, [layer.name for layer in layers], batches)
     learned: dict[str, QuantizedWeights] = {}
+    notes: dict[str, list[str]] = {}
     with log.bar("AdaRound", len(layers)) as advance:
         for layer in layers:
             advance(0, description=f"AdaRound {layer.name}")
             target = outputs.of(layer.name)
             inputs = _collect(quantized, [layer.name], batches, inputs=True, begin=cache.begin)[layer.name]
-            found = _learn_layer(layer, preparation, inputs, target, _Division(ranks, fast=fast))
+            found = _learn_layer(layer, preparation, inputs, target, _Division(ranks, fast=fast), notes)
             put_weights(layer_module(quantized, layer.name), found.real())
             cache.finish(layer.name)
             learned[layer.name] = found
             advance()
+    for note, names in notes.items():
+        logger.info("%s: %s", _some(names), note)
     return learned
 
 
+def _some(names: Sequence[str]) -> str:
+    """One layer by its name, or the first of several."""
+    listed, more = ", ".join(f'"{name}"' for name in names[:_NAMES_SHOWN]), len(names) - _NAMES_SHOWN
+    return f"layer{'s' if len(names) > 1 else ''} {listed}" + (f" and {more} more" if more > 0 else "")
+
+
 def _learn_layer(
-    layer: LayerPlan, preparation: TorchPreparation, inputs: list[Tensor], target: list[Tensor], division: _Division
+    layer: LayerPlan,
+    preparation: TorchPreparation,
+    inputs: list[Tensor],
+    target: list[Tensor],
+    division: _Division,
+    notes: dict[str, list[str]],
 ) -> QuantizedWeights:
+    """Learn one layer; ``notes`` has what is worth saying, with the layers of which it is said."""
     before = preparation.weights[layer.name]
     module = layer_module(preparation.fused.model, layer.name)
     if not inputs:
@@ -101,7 +117,7 @@ def _learn_layer(
             'layer "%s": its forward uses other settings than its own, so ARQ rounds it, not AdaRound', layer.name
         )
         return before
-    pairs, notes = _merged(module, inputs, target)
+    pairs, own = _merged(module, inputs, target)
     (weight,) = before.weights
     bias = getattr(module, "bias", None)
     described = AdaRoundLayer(
@@ -111,8 +127,8 @@ def _learn_layer(
         activation=activation_after(layer.name, preparation.traced, preparation.fused),
     )
     result = _learn(layer, described, pairs, division)
-    for note in (*notes, *result.notes):
-        logger.info('layer "%s": %s', layer.name, note)
+    for note in (*own, *result.notes):
+        notes.setdefault(note, []).append(layer.name)
     logger.debug('layer "%s": loss %g, was %g', layer.name, result.final_loss, result.initial_loss)
     learned = replace(weight, qparams=result.qparams, stored=result.weight)
     return replace(before, weights=(learned,), custom_rounding=True)

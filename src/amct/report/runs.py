@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -18,7 +19,7 @@ from amct.report.page import environment, resource, shown_bytes
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from amct.model.quant_json import QuantJson
 
@@ -70,6 +71,7 @@ class Runs:
         layers: The SQNR of each layer, the largest change first.
         differences: For each run but the first: what changed in its config, in the form of ``diff``.
         kept_float: The layers that not all runs quantize; cells say "quantized", or the reason why not.
+        not_judged: Why no number is called better or worse than another; empty: they are of the same data.
     """
 
     names: tuple[str, ...]
@@ -77,6 +79,7 @@ class Runs:
     layers: tuple[Row, ...]
     differences: tuple[tuple[str, str], ...]
     kept_float: tuple[Row, ...]
+    not_judged: str = ""
 
     @property
     def gained(self) -> int:
@@ -115,16 +118,19 @@ def compare_runs(paths: Sequence[Path]) -> Runs:
     if not common:
         raise ArgumentError(f"{paths[0]} and {paths[1]} have no layer in common: are they of the same model?")
     layers = list(dict.fromkeys(name for document in documents for name in document.layers))
-    rows = [Row(name=name, cells=_sqnr_cells([_layer(document, name) for document in documents])) for name in layers]
+    data = list(dict.fromkeys(document.measured.on for document in documents if document.measured is not None))
+    cells_of = partial(_sqnr_cells, judged=len(data) < 2)
+    rows = [Row(name=name, cells=cells_of([_layer(document, name) for document in documents])) for name in layers]
     return Runs(
         names=names,
-        summary=tuple(_summary(documents)),
+        summary=tuple(_summary(documents, cells_of)),
         layers=tuple(sorted(rows, key=lambda row: -row.largest_gain)),
         differences=tuple(
             (name, _difference(documents[0].config, document.config))
             for name, document in zip(names[1:], documents[1:], strict=True)
         ),
         kept_float=tuple(_kept_float(documents, layers)),
+        not_judged=f"measured on different data: {', '.join(data)}" if len(data) > 1 else "",
     )
 
 
@@ -147,8 +153,8 @@ def _layer(document: QuantJson, name: str) -> float | None:
     return _NO_ERROR if sqnr is None else sqnr
 
 
-def _sqnr_cells(values: Sequence[float | None]) -> tuple[Cell, ...]:
-    first = values[0]
+def _sqnr_cells(values: Sequence[float | None], *, judged: bool) -> tuple[Cell, ...]:
+    first = values[0] if judged else None
     return tuple(
         Cell(
             text="–" if value is None else "no error" if value == _NO_ERROR else f"{value:.1f} dB",
@@ -163,7 +169,9 @@ def _is_number(sqnr: float | None) -> TypeGuard[float]:
     return sqnr is not None and sqnr != _NO_ERROR
 
 
-def _summary(documents: Sequence[QuantJson]) -> list[Row]:
+def _summary(
+    documents: Sequence[QuantJson], cells_of: Callable[[Sequence[float | None]], tuple[Cell, ...]]
+) -> list[Row]:
     metrics = [document.measured.metric if document.measured else None for document in documents]
     rows = []
     if any(metrics):
@@ -177,7 +185,7 @@ def _summary(documents: Sequence[QuantJson]) -> list[Row]:
         found = [_NO_ERROR if (sqnr := _output(each, output)) is None else sqnr for each in documents]
         known = [output in each.measured.outputs if each.measured else False for each in documents]
         values = [value if is_known else None for value, is_known in zip(found, known, strict=True)]
-        rows.append(Row(name=f"SQNR of {output}", cells=_sqnr_cells(values)))
+        rows.append(Row(name=f"SQNR of {output}", cells=cells_of(values)))
     detectors = list(dict.fromkeys(box.output for each in documents if each.measured for box in each.measured.boxes))
     rows += [
         Row(name=f"boxes of {output}", cells=tuple(Cell(text=_boxes(each, output)) for each in documents))

@@ -159,6 +159,8 @@ def _captured(
     wished = names.with_open_batch(inputs.tensors()) if any_batch else None
     open_axes = (wished or names).open_axes(inputs.tensors())
     program = capture(model, inputs, open_axes)
+    if wished is not None and not isinstance(program, CaptureFailure) and _has_branches(program):
+        return names, capture(model, inputs)  # with a fixed size, torch may refuse: the layers inside are then found
     if open_axes is None or not isinstance(program, CaptureFailure):
         return wished or names, program
     with_fixed_sizes = capture(model, inputs)
@@ -177,6 +179,11 @@ def _captured(
         f"dynamic_axes: the model does not let {names.described_axes()} vary: {', '.join(fixed) or program}. "
         "Leave the axis out of dynamic_axes, or write the model so that it does not fix the size"
     )
+
+
+def _has_branches(program: ExportedProgram) -> bool:
+    """Whether one of two graphs runs, depending on values (``torch.cond``)."""
+    return any(getattr(node.target, "__name__", "") == "cond" for node in program.graph.nodes)
 
 
 def _from_calls(

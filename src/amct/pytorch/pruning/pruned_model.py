@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from markupsafe import Markup
 
 from amct import atomic
 from amct.errors import ArgumentError
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 STATE_FILE = "state.pth"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PrunedModel:
     """A pruned model.
 
@@ -85,6 +86,14 @@ class PrunedModel:
             lines.append(f"{len(self.skipped)} left as they are:")
             lines += [f"  {escaped(shortened(skip.layer)):<{width}}  {skip.reason}" for skip in self.skipped]
         return printable("\n".join(lines))
+
+    def __repr__(self) -> str:
+        """The first line of the summary."""
+        return f"<{self.summary().splitlines()[0]}>"
+
+    def _repr_html_(self) -> str:
+        """The summary in a notebook."""
+        return str(Markup("<pre>{}</pre>").format(self.summary()))
 
     def save(self, path: str | os.PathLike[str], *, opset: int | None = None) -> list[Path]:
         """Write ``<path>_deploy_model.onnx``, ``<path>_record.txt``, ``<path>_state.pth`` and ``<path>_quant.json``.

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+from markupsafe import Markup
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from amct import log
-from amct.errors import ArgumentError, TrainingError
+from amct.errors import AmctError, ArgumentError, TrainingError
 from amct.export.check.batch import batch_size, copied, first_samples
 from amct.export.request import DEFAULT_FORMATS, Placement, Target
 from amct.pipeline.quantized_model import QuantizedModel
@@ -138,6 +139,18 @@ class QatModel(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  the pickle protocol
         """Pickle the class as what it is made of: classes that are made while a program runs have no name."""
         return (_empty_model, (self.float_class,), *super().__reduce_ex__(protocol)[2:])
+
+    def __repr__(self) -> str:
+        """The class, and how much is trained with quantizers; the modules are those of ``float_class``."""
+        return f"<{type(self).__name__}: {counted(len(quantized_layers(self)), 'layer')} in training with quantizers>"
+
+    def _repr_html_(self) -> str:
+        """The summary in a notebook, as soon as there is one."""
+        try:
+            text = self.summary()
+        except (AmctError, RuntimeError) as error:
+            text = f"{self!r}\n{error}"
+        return str(Markup("<pre>{}</pre>").format(text))
 
     # -- results -------------------------------------------------------------------------------------------------------
 
