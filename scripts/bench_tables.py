@@ -62,6 +62,11 @@ GOALS = (
     *(Goal("ptq_caffe", ("memory", net, "batches of 4")) for net in ("SqueezeNet", "open_nsfw")),
     Goal("scaling", ("1 rank ÷ on 2 ranks",)),
     *(
+        Goal("depth", (step, "for each", things))
+        for step in ("quantize", "save", "report")
+        for things in ("layer", "weight")
+    ),
+    *(
         Goal("caffe_engine", (net, f"batch {batch}", threads))
         for net in ("SqueezeNet", "open_nsfw", "ResNet-50", "RFB-320")
         for batch in (1, 8)

@@ -14,6 +14,7 @@ from amct.errors import ModelError
 from amct.export.check import running
 from amct.export.check.losses import likely_loss, output_similarity, sure_loss
 from amct.export.check.running import LoadedModel, median_seconds
+from amct.export.onnx import runtime
 from amct.export.qdq.exporter import qdq_model
 
 
@@ -223,3 +224,22 @@ def test_a_loss_is_sure_as_far_as_the_samples_agree_on_it():
     assert 0 < of(1, 2, 2, 3) < 20 * math.log10(2)
     assert of(1, 1, 1, 20) > 10  # one sample of four that is wrong altogether is no spread
     assert sure_loss(expected, simulated, [{}] * 4, "y") == 0.0
+
+
+@pytest.mark.parametrize(("nodes", "shares"), [(3, True), (8, False)])
+def test_onnxruntime_looks_for_equal_constants_only_in_models_of_few_nodes(nodes, shares, monkeypatch):
+    """The time that it takes for that grows with the square of the number of constants."""
+    monkeypatch.setattr(runtime, "_DEEP", 5)
+    chain = [helper.make_node("Add", [f"v{n}", "one"], [f"v{n + 1}"]) for n in range(nodes)]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in ("v0", f"v{nodes}")]
+    one, opset = helper.make_tensor("one", TensorProto.FLOAT, [], [1.0]), helper.make_opsetid("", 18)
+    model = helper.make_model(
+        helper.make_graph(chain, "chain", ends[:1], ends[1:], [one]), ir_version=8, opset_imports=[opset]
+    )
+    session = runtime.open_session(model)
+    try:
+        found = session.get_session_options().get_session_config_entry("optimization.disable_specified_optimizers")
+    except RuntimeError:  # it has no such entry
+        found = ""
+    assert found == ("" if shares else "ConstantSharing")
+    assert session.run(None, {"v0": np.zeros(2, np.float32)})[0].tolist() == [nodes, nodes]

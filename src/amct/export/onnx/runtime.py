@@ -39,6 +39,9 @@ _FATAL_ONLY = 4
 """Errors are raised; onnxruntime would print them too, with the names of the file unescaped."""
 _PROVIDERS = ["CPUExecutionProvider"]
 _PLAIN = frozenset(f"tensor({kind})" for kind in ("float", "double", "int8", "uint8", "int32", "int64", "bool"))
+_DEEP = 4000
+"""From so many nodes the time in which onnxruntime looks for equal constants, their number squared, is not worth it."""
+_NO_SHARED_CONSTANTS = {"optimization.disable_specified_optimizers": "ConstantSharing"}
 _NO_PACKED_WEIGHTS = {"session.disable_prepacking": "1"}
 NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # leaves the cores to the observers
 
@@ -217,11 +220,11 @@ def open_session(
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL_ONLY
     size = model.stat().st_size if isinstance(model, Path) else parameter_bytes(model)
-    if lean and (size >= LARGE_MODEL if is_large is None else is_large):
-        settings = {**(settings or {}), **_NO_PACKED_WEIGHTS}
+    unpacked = lean and (size >= LARGE_MODEL if is_large is None else is_large)
+    if unpacked:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     options.intra_op_num_threads = threads
-    for name, value in (settings or {}).items():
+    for name, value in _all_settings(model, settings, unpacked=unpacked).items():
         options.add_session_config_entry(name, value)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
@@ -244,6 +247,16 @@ def open_session(
     finally:
         if size >= LARGE_MODEL:  # onnxruntime copies the weights as it loads them
             give_back_freed()
+
+
+def _all_settings(model: ModelProto | Path, given: Mapping[str, str] | None, *, unpacked: bool) -> dict[str, str]:
+    """The settings of a session: what the caller wants, and what spares memory or time."""
+    found = dict(given or {})
+    if unpacked:
+        found |= _NO_PACKED_WEIGHTS
+    if not isinstance(model, Path) and len(model.graph.node) >= _DEEP:
+        found |= _NO_SHARED_CONSTANTS
+    return found
 
 
 SECONDS_VARIABLE = "AMCT_ONNX_RUN_SECONDS"
