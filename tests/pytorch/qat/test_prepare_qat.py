@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import amct.pytorch as amct
-from amct.errors import ArgumentError, ArgumentTypeError, ConfigError, TrainingError
+from amct.errors import AmctError, ArgumentError, ArgumentTypeError, ConfigError, TrainingError
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.settings import IfmrSettings
 from amct.pytorch.capture import trace as tracing
@@ -282,3 +283,36 @@ def test_a_model_that_was_changed_or_unpickled_is_captured_again(captures, tmp_p
     assert len(captures) == 2
     pickle.loads(pickle.dumps(model)).save(tmp_path / "unpickled")
     assert len(captures) == 3
+
+
+class CountsItsCalls(nn.Module):
+    """Attributes of the user's own with names that a trainable model could have too."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        self.seen = getattr(self, "seen", 0) + 1
+        self.last = self.fc(x)
+        return self.last * 2
+
+
+def test_attributes_that_the_forward_sets_are_the_users_own(tmp_path):
+    x = torch.randn(4, 8)
+    trained = amct.prepare_qat(CountsItsCalls().eval(), [x])
+    before = getattr(trained, "seen", 0)
+    trained.train()(x)
+    assert trained.seen == before + 1
+    trained.eval().save(tmp_path / "net")
+
+
+def test_a_scripted_part_is_refused_by_name_when_the_model_is_saved(tmp_path):
+    x = torch.randn(4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.ReLU()), nn.Linear(8, 2)).eval()
+    trained = amct.prepare_qat(model, [x])
+    trained.train()(x)
+    with pytest.raises(AmctError, match='module "1" is a ScriptModule'):
+        trained.eval().save(tmp_path / "net")

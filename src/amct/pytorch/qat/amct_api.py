@@ -218,7 +218,7 @@ def save_trained(
     example = (preparation.traced.inputs.args, preparation.traced.inputs.kwargs)
     layers = trained_layers(preparation, trained)
     record = replace(preparation.record_of(layers), prune=tuple(prune))
-    tensors = tensors_between_layers(trained, preparation, [trained.seen or example])
+    tensors = tensors_between_layers(trained, preparation, [trained._qat.seen or example])
     compared = reference(preparation, layers, [example])
     with atomic.FileGroup() as group:
         group.write_bytes(path, encode_record(record, form_of(path) or "text"))

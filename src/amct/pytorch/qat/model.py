@@ -203,11 +203,6 @@ class QatModel(nn.Module):
         """The batch norms that will not be folded, with the reasons."""
         return self._qat.not_folded
 
-    @property
-    def seen(self) -> Arguments | None:
-        """The first batch that the model was run on in eval mode after training."""
-        return self._qat.seen
-
     def summary(self) -> str:
         """What is quantized, what will be folded, what stays float and why, and how the clips moved, as text."""
         text = self.quantized().summary()

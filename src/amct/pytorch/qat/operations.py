@@ -129,6 +129,8 @@ def add_calls(module: nn.Module, calls: Mapping[str, tuple[Any, ...]]) -> None:
 def remove_operations(model: nn.Module) -> None:
     """Take everything of this file out of a copied model, in place."""
     for module in list(model.modules()):
+        if isinstance(module, torch.jit.ScriptModule):  # nothing can be put into one
+            continue
         vars(module).pop(_CALLS, None)
         vars(module).pop(_SHARED, None)
         module._modules.pop(QUANTIZERS, None)
