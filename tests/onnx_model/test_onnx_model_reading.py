@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -367,3 +368,37 @@ def test_a_negative_dimension_is_dynamic(tmp_path):
     quantized = amct.quantize(model, [normal(3, 4, seed=2), normal(5, 4, seed=3)])
     (file,) = [path for path in quantized.save(tmp_path / "net", ["qdq"]) if path.suffix == ".onnx"]
     assert run(str(file), {"x": normal(7, 4, seed=4)})[0].shape == (7, 6)
+
+
+def _shuffled(seed):
+    """A chain of ten nodes with a branch that reads an outer tensor, its nodes in a random order."""
+    inner = helper.make_node("Add", ["t5", "t5"], ["inner"])
+    body = helper.make_graph([inner], "body", [], [helper.make_tensor_value_info("inner", TensorProto.FLOAT, None)])
+    nodes = [helper.make_node("Relu", [f"t{number}"], [f"t{number + 1}"], name=f"n{number}") for number in range(8)]
+    nodes.append(helper.make_node("ReduceMax", ["t8"], ["top"], keepdims=0))
+    nodes.append(helper.make_node("Cast", ["top"], ["condition"], to=TensorProto.BOOL))
+    nodes.append(helper.make_node("If", ["condition"], ["y"], then_branch=body, else_branch=body))
+    order = np.random.default_rng(seed).permutation(len(nodes))
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 3]) for name in ("t0", "y")]
+    graph = helper.make_graph([nodes[place] for place in order], "shuffled", ends[:1], ends[1:])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nodes_in_any_order_are_sorted(seed):
+    found = read_model(_shuffled(seed)).model
+    written = {"t0"}
+    for each in found.graph.node:
+        assert {*each.input, *(["t5"] if each.op_type == "If" else [])} <= written
+        written |= set(each.output)
+    feeds = {"t0": np.float32([[1, -2, 3], [4, 5, -6]])}
+    session = onnxruntime.InferenceSession(found.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_array_equal(session.run(None, feeds)[0], [[2, 0, 6], [8, 10, 0]])
+
+
+def test_nodes_in_a_circle_are_an_error():
+    nodes = [helper.make_node("Relu", ["b"], ["a"]), helper.make_node("Add", ["x", "a"], ["b"])]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in ("x", "b")]
+    model = helper.make_model(helper.make_graph(nodes, "circle", ends[:1], ends[1:]), ir_version=8)
+    with pytest.raises(ParseError, match="topologically sorted"):
+        read_model(model)

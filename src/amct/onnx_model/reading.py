@@ -7,6 +7,7 @@ supported by the exporters, shapes are declared, and no weights are listed as in
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from amct.export.onnx.checked import (
     load_external,
 )
 from amct.export.onnx.kept_weights import KeptWeights, is_large, light_copy, with_weights_beside
-from amct.export.onnx.messages import captures, check_sizes, first_line, fresh_name, model_opset
+from amct.export.onnx.messages import captures, check_sizes, copied_node, first_line, fresh_name, model_opset, reads
 from amct.export.onnx.rewrites import with_explicit_pool_padding
 from amct.export.request import OPSETS, check_opset
 from amct.memory import give_back_freed
@@ -78,6 +79,7 @@ def read_model(
     proto = _without_functions(source, proto)
     drop_stored_inputs(proto)
     set_file_version(proto)
+    _sort_nodes(proto)
     _refuse_quantized(source, proto, ASCEND if allow_quantized else ASCEND | QUANTIZED)
     _check(source, proto)
     check_loops(source, proto)
@@ -124,6 +126,37 @@ def _without_functions(source: str, proto: ModelProto) -> ModelProto:
         return inliner.inline_local_functions(proto)
     except Exception as error:
         raise ParseError(f"{source}: its functions cannot be expanded: {first_line(error)}") from error
+
+
+def _sort_nodes(proto: ModelProto) -> None:
+    """Put nodes behind those whose results they read, as ONNX asks; some programs write them in another order.
+
+    Nodes whose place cannot be found (a circle, a result of no node) stay at the end, where the check names one.
+    """
+    made = {name for node in proto.graph.node for name in node.output if name}
+    missing = [{name for name in reads(node) if name in made} for node in proto.graph.node]
+    readers: dict[str, list[int]] = {}
+    for number, names in enumerate(missing):
+        for name in names:
+            readers.setdefault(name, []).append(number)
+    ready = [number for number, names in enumerate(missing) if not names]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        order.append(heapq.heappop(ready))
+        for name in proto.graph.node[order[-1]].output:
+            for reader in readers.get(name, ()):
+                missing[reader].discard(name)
+                if not missing[reader]:
+                    heapq.heappush(ready, reader)
+            readers.pop(name, None)
+    if order == sorted(order):
+        return
+    placed = set(order)
+    order += [number for number in range(len(missing)) if number not in placed]
+    nodes = [copied_node(proto.graph.node[number]) for number in order]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
 
 
 def _check(source: str, proto: ModelProto) -> None:
