@@ -64,3 +64,10 @@ def small_sources(folder):
     sources = [*SMALL.glob("*.cpp"), *(PATCH / "src").glob("**/*.cpp"), *(PATCH / "quant_lib").glob("*.cpp")]
     warnings = ["-Wno-sign-compare", "-Wno-unused-parameter"]  # as Caffe compiles
     return sources, *warnings, *(f"-I{each}" for each in (folder, SMALL, PATCH / "include", PATCH / "quant_lib"))
+
+
+@pytest.fixture
+def quiet(monkeypatch, tmp_path):
+    """Errors only on the screen, and files in a folder of the test."""
+    monkeypatch.setenv("AMCT_LOG_LEVEL", "error")
+    monkeypatch.chdir(tmp_path)

@@ -4,108 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from patch_flow import Flow, assert_same_record, batch
 from quant_library import PATCH
-from small_net import TEST, TRAIN
 
 import amct_caffe as amct
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.layers.batch_norm import dump_path
 from amct.caffe.engine.wire import read_weights
 from amct.caffe.model import INSERTED_TYPES
-from amct.record import read_caffe_record
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-BODY = """name: "small"
-layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 2 dim: 4 dim: 6 dim: 6 } } }
-layer { name: "conv1" type: "Convolution" bottom: "data" top: "conv1"
-  convolution_param { num_output: 6 kernel_size: 3 pad: 1 group: 2 } }
-layer { name: "relu1" type: "ReLU" bottom: "conv1" top: "relu1" }
-layer { name: "up" type: "Deconvolution" bottom: "relu1" top: "up"
-  convolution_param { num_output: 4 kernel_size: 2 stride: 2 group: 2 } }
-layer { name: "conv2" type: "Convolution" bottom: "up" top: "conv2"
-  convolution_param { num_output: 3 kernel_size: 3 stride: 2 bias_term: false } }
-layer { name: "fc1" type: "InnerProduct" bottom: "conv2" top: "fc1"
-  inner_product_param { num_output: 8 transpose: true } }
-layer { name: "relu2" type: "ReLU" bottom: "fc1" top: "relu2" }
-layer { name: "fc2" type: "InnerProduct" bottom: "relu2" top: "fc2" inner_product_param { num_output: 5 } }
-"""
-SHAPE = (2, 4, 6, 6)
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch, tmp_path):
-    monkeypatch.setenv("AMCT_LOG_LEVEL", "error")
-    monkeypatch.chdir(tmp_path)
-
-
-@dataclass
-class Flow:
-    """The files of one run of the functions of amct_caffe."""
-
-    folder: Path
-    body: str = BODY
-
-    def __post_init__(self):
-        (self.folder / "net.prototxt").write_text(self.body)
-        net = caffe.Net(str(self.folder / "net.prototxt"), caffe.TEST)
-        random = np.random.default_rng(7)
-        for blobs in net.params.values():
-            for blob in blobs:
-                blob.data[...] = random.normal(size=blob.shape) * 0.3
-        net.save(str(self.folder / "net.caffemodel"))
-
-    def path(self, name):
-        return self.folder / name
-
-    def text(self, *names):
-        return [str(self.path(name)) for name in names]
-
-    def prepare(self, config="batch_num: 2", **changes):
-        """Up to the calibration model: ``changes`` are set in every layer of the JSON that can be quantized."""
-        self.path("quant.cfg").write_text(config)
-        amct.create_quant_config(
-            *self.text("config.json", "net.prototxt", "net.caffemodel"), config_defination=str(self.path("quant.cfg"))
-        )
-        content = json.loads(self.path("config.json").read_text())
-        for layer in content.values():
-            if isinstance(layer, dict) and "activation_quant_params" in layer:
-                given = layer["activation_quant_params"]
-                for each in given if isinstance(given, list) else [given]:
-                    each.update(changes)
-                layer["quant_enable"] = True
-        self.path("config.json").write_text(json.dumps(content))
-        self.graph = amct.init(*self.text("config.json", "net.prototxt", "net.caffemodel", "record.txt"))
-        amct.weights_quantize_model(self.graph, *self.text("modified.prototxt", "modified.caffemodel"))
-        amct.activation_quantize_model(self.graph, *self.text("modified.prototxt", "modified.caffemodel"))
-        return self
-
-    def engine(self, name, phase=caffe.TEST):
-        return caffe.Net(*self.text(f"{name}.prototxt", self.weights(name)), phase)
-
-    def weights(self, name):
-        return f"{name.replace('_model', '_weights')}.caffemodel"
-
-    def files(self, name):
-        return self.path(f"{name}.prototxt"), self.path(self.weights(name))
-
-    def save(self):
-        """Calibrate in the engine and write both models."""
-        net = self.engine("modified")
-        for seed in range(2):
-            net.forward(data=batch(seed))
-        amct.save_model(self.graph, "Both", str(self.path("net")))
-        return self
-
-
-def batch(seed, shape=SHAPE):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 # -- Calibration -------------------------------------------------------------------------------------------------------
@@ -128,15 +39,6 @@ def test_the_record_is_that_of_the_engine(small_caffe, tmp_path, changes):
         wanted = other.forward(data=batch(seed))
     assert_same_record(found, flow.path("record.txt").read_text())
     np.testing.assert_allclose(net.get("fc2"), wanted["fc2"].reshape(-1), rtol=1e-5, atol=1e-5)
-
-
-def assert_same_record(found, wanted):
-    """The same keys in the same order; scales within 1e-6."""
-    numbers = re.compile(r"(scale_[dw]): (\S+)")
-    assert numbers.sub(r"\1", found) == numbers.sub(r"\1", wanted)
-    values = [[float(each[1]) for each in numbers.findall(text)] for text in (found, wanted)]
-    np.testing.assert_allclose(*values, rtol=1e-6)
-    assert values[0]
 
 
 def test_what_a_calibration_says(small_caffe, tmp_path):
@@ -242,6 +144,28 @@ def test_sums_beyond_float32_are_exact(small_caffe, tmp_path):
     found = net.forward(data=batch(3) * 100).get("fc2")
     assert np.abs(other.blobs["conv1_int32"].data).max() > 2**24
     np.testing.assert_array_equal(found.astype(np.float32), wanted)
+
+
+TWO = """name: "two"
+layer { name: "in" type: "Input" top: "data" top: "other"
+  input_param { shape { dim: 2 dim: 4 dim: 6 dim: 6 } shape { dim: 2 dim: 4 dim: 6 dim: 6 } } }
+layer { name: "conv" type: "Convolution" bottom: "data" bottom: "other" top: "a" top: "b"
+  convolution_param { num_output: 6 kernel_size: 3 pad: 1 } }
+"""
+
+
+def test_a_layer_with_two_bottoms(small_caffe, tmp_path):
+    flow = Flow(tmp_path, TWO).prepare()
+    net = flow.engine("modified")
+    for seed in range(2):
+        net.forward(data=batch(seed), other=batch(seed + 10) * 3 + 1)
+    amct.save_model(flow.graph, "Both", str(flow.path("net")))
+    given = {"data": batch(3), "other": batch(13) * 3 + 1}
+    for name in ("net_fake_quant_model", "net_deploy_model"):
+        wanted = flow.engine(name).forward(**given)
+        net = small_caffe.net(*flow.files(name)).forward(**given)
+        for top in ("a", "b"):
+            np.testing.assert_array_equal(net.get(top).astype(np.float32), wanted[top].reshape(-1))
 
 
 def test_a_quantized_net_is_saved_as_it_is_in_the_file(small_caffe, tmp_path):
@@ -376,137 +300,3 @@ def test_each_type_that_the_engine_inserts_is_there():
     sources = [*(PATCH / "src").glob("**/*.cpp"), *(PATCH / "patch").glob("*.patch")]
     known = {name for path in sources for name in re.findall(r"REGISTER_LAYER_CLASS\((\w+)\);", path.read_text())}
     assert set(INSERTED_TYPES) - known == {"GRUQuant"}  # Caffe has no GRU
-
-
-# -- Training ----------------------------------------------------------------------------------------------------------
-
-TRAINED = {"conv1": 2, "up": 2, "conv2": 1, "fc1": 2, "fc2": 2}
-
-
-def retraining(flow, text=None):
-    """Write the model that is trained."""
-    if text is not None:
-        flow.path("retrain.cfg").write_text(text)
-    config = flow.text("retrain.cfg") if text else []
-    amct.create_quant_retrain_config(*flow.text("config.json", "net.prototxt", "net.caffemodel"), *config)
-    amct.create_quant_retrain_model(
-        *flow.text(
-            "net.prototxt", "net.caffemodel", "config.json", "trained.prototxt", "trained.caffemodel", "record.txt"
-        )
-    )
-    path = flow.path("trained.prototxt")
-    path.write_text("force_backward: true\n" + path.read_text())
-    return flow
-
-
-def clips(net, layer, index):
-    return net.get(layer, index) if hasattr(net, "put") else net.params[layer][index].data.reshape(-1)
-
-
-def test_training_steps_are_those_of_the_engine(small_caffe, tmp_path):
-    flow = retraining(Flow(tmp_path))
-    mine = small_caffe.net(*flow.files("trained"), phase=TRAIN)
-    other = flow.engine("trained", caffe.TRAIN)
-    rounding = [name for name in other.params if other.layer_dict[name].type == "RetrainDataQuant"]
-    assert len(rounding) == 5
-    for seed in range(4):
-        upstream = batch(seed + 50, (2, 5))
-        mine.forward(data=batch(seed))
-        mine.backward(fc2=upstream)
-        other.clear_param_diffs()
-        other.forward(data=batch(seed))
-        wanted = other.backward(fc2=upstream)["data"].reshape(-1)
-        np.testing.assert_allclose(mine.get("data", gradient=True), wanted, atol=2e-5 * np.abs(wanted).max())
-        for layer, blobs in other.params.items():
-            for index, blob in enumerate(blobs):
-                gradient, wanted = mine.get(layer, index, gradient=True), blob.diff.reshape(-1)
-                np.testing.assert_allclose(gradient, wanted, atol=1e-4 * max(1e-3, np.abs(wanted).max()))
-                mine.put(layer, mine.get(layer, index) - 0.01 * gradient, index)
-                blob.data[...] -= 0.01 * blob.diff
-                np.testing.assert_allclose(mine.get(layer, index), blob.data.reshape(-1), rtol=1e-4, atol=1e-4)
-    assert all(clips(other, name, 2).any() for name in rounding)
-
-
-def test_the_record_of_the_test_phase(small_caffe, tmp_path):
-    flow = retraining(Flow(tmp_path))
-    records = []
-    for kind in ("mine", "engine"):
-        if kind == "mine":
-            net = small_caffe.net(*flow.files("trained"), phase=TRAIN)
-            tested = small_caffe.net(*flow.files("trained"), phase=TEST)
-            net.forward(data=batch(0))
-            tested.share(net)
-        else:
-            net, tested = (flow.engine("trained", phase) for phase in (caffe.TRAIN, caffe.TEST))
-            net.forward(data=batch(0))
-            tested.share_with(net)
-        tested.forward(data=batch(1))
-        records.append(flow.path("record.txt").read_text())
-        flow.path("record.txt").write_text("")
-    assert_same_record(*records)
-    assert len(read_caffe_record_text(records[0], flow)) == 5
-    assert [line for line in small_caffe.log() if "wrote" in line] == [
-        f"wrote the factors of 5 retrained layers to {flow.path('record.txt')}"
-    ]
-
-
-def read_caffe_record_text(text, flow):
-    flow.path("copy.txt").write_text(text)
-    return read_caffe_record(flow.path("copy.txt")).layers
-
-
-def test_clips_that_an_update_made_illegal(small_caffe, tmp_path):
-    flow = retraining(Flow(tmp_path))
-    net, other = small_caffe.net(*flow.files("trained"), phase=TRAIN), flow.engine("trained", caffe.TRAIN)
-    name = next(layer for layer in other.params if other.layer_dict[layer].type == "RetrainDataQuant")
-    net.forward(data=batch(0))
-    other.forward(data=batch(0))
-    net.put(name, [-1.0], 0)
-    other.params[name][0].data[...] = -1.0
-    net.forward(data=batch(1))
-    wanted = other.forward(data=batch(1))["fc2"].reshape(-1)
-    np.testing.assert_allclose(net.get("fc2"), wanted, atol=1e-5)
-    for index in range(3):
-        np.testing.assert_allclose(net.get(name, index), clips(other, name, index), rtol=1e-6)
-
-
-def test_trained_nets_that_are_wrong(small_caffe, tmp_path):
-    flow = retraining(Flow(tmp_path))
-    text = flow.path("trained.prototxt").read_text()
-
-    def build(old, new, phase=TRAIN):
-        assert old in text
-        flow.path("changed.prototxt").write_text(text.replace(old, new, 1))
-        return small_caffe.net(flow.path("changed.prototxt"), flow.path("trained.caffemodel"), phase)
-
-    with pytest.raises(ValueError, match="Set test_initialization: false"):
-        build('"conv1"', '"conv1"', TEST).forward(data=batch(0))
-    with pytest.raises(ValueError, match="retrain_data_quant_param needs object_layer"):
-        build('retrain_data_quant_param {\n    object_layer: "conv1"', "retrain_data_quant_param {")
-    with pytest.raises(ValueError, match='object_layer: "nothing" is no layer with weights'):
-        build(
-            'retrain_weight_quant_param {\n    object_layer: "conv1"',
-            'retrain_weight_quant_param { object_layer: "nothing"',
-        )
-    with pytest.raises(ValueError, match="it has no weights that a RetrainWeightQuant could round"):
-        build(
-            'retrain_weight_quant_param {\n    object_layer: "conv1"',
-            'retrain_weight_quant_param { object_layer: "relu1"',
-        )
-    with pytest.raises(ValueError, match=r"num_bits_w: bits: expected 2\.\.16, got 1"):
-        build("num_bits_w: 8", "num_bits_w: 1")
-    wrong = batch(0)
-    wrong[0, 0, 0, 0] = np.nan
-    with pytest.raises(ValueError, match=r"IfmrQuantWithOffset scale is illegal: .*1 NaN"):
-        build('"conv1"', '"conv1"').forward(data=wrong)
-
-
-def test_a_trained_net_is_saved_with_the_weights_that_are_trained(small_caffe, tmp_path):
-    flow = retraining(Flow(tmp_path))
-    net = small_caffe.net(*flow.files("trained"), phase=TRAIN)
-    net.forward(data=batch(0))
-    saved = net.saved()
-    assert "with rounded weights" not in saved
-    assert 'type: "RetrainWeightQuant"' in saved
-    weight = flow.engine("trained").params["fc2"][0].data.reshape(-1)
-    np.testing.assert_allclose(net.get("fc2", 0), weight, rtol=1e-6)

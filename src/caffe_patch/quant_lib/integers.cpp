@@ -1,7 +1,7 @@
 // The integers of weights that were rounded and dequantized.
 //
-// A fake-quant file holds integer * scale, rounded to float32, but not the factors. The integers follow from the values.
-// Several neighbouring scales can give the same values: a bias, which is whole steps too, tells which of them it was.
+// A fake-quant file holds integer * scale, rounded to float32, but not the factors. The integers follow from the
+// values. Several neighbouring scales can give the same values: a bias, which is whole steps too, tells which it was.
 #include <algorithm>
 #include <limits>
 #include <vector>
