@@ -43,6 +43,15 @@ def test_a_goal_that_8_bits_meet_takes_two_evaluations(judges):
     assert set(found.history[0].choices.values()) == {"int8"}
 
 
+def test_the_report_shows_the_curve(tmp_path):
+    found = searched()
+    page = found.report(tmp_path / "report.html").read_text()
+    assert "Accuracy against cost" in page
+    assert "never used in the search" in page
+    for point in found.history:
+        assert point.summary in page
+
+
 def test_the_same_seed_gives_the_same_result():
     first, second = searched(seed=3), searched(seed=3)
     assert first.history == second.history

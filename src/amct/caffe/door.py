@@ -160,7 +160,7 @@ def quantize_to(  # noqa: PLR0913  most of them are optional
         model,
         weights,
         calibration_data,
-        request.config(config),
+        config,
         inputs=inputs,
         equalize=equalize,
         custom_proto=custom_proto,

@@ -359,13 +359,9 @@ def curve_lines(quantized: QuantizedModel) -> list[str]:
         return []
     lines = [f"certificate {certificate}"]
     for point in quantized.history:
-        counts: dict[str, int] = {}
-        for choice in point.choices.values():
-            counts[choice] = counts.get(choice, 0) + 1
-        found = ", ".join(f"{count} {choice}" for choice, count in sorted(counts.items()))
         mark = "*" if point.chosen else " "
-        loss = f"{certificate.factor * point.loss:.2f} {certificate.unit}".rstrip()
-        lines.append(f"point {point.number:<3}{mark} cost {point.cost:.6g}  loss {loss}  {found}")
+        loss = certificate.shown(point.loss)
+        lines.append(f"point {point.number:<3}{mark} cost {point.cost:.6g}  loss {loss}  {point.summary}")
     return lines
 
 

@@ -66,16 +66,17 @@ class Certificate:
         return self.bound is not None and self.bound <= self.limit + 1e-12
 
     def __str__(self) -> str:
-        text = f"{self.goal}: {self._shown(self.loss)}"
+        text = f"{self.goal}: {self.shown(self.loss)}"
         if self.bound is not None:
             about = "" if self.largest is not None else "about "
-            text += f", at most {about}{self._shown(self.bound)} with {self.confidence:.0%} confidence"
+            text += f", at most {about}{self.shown(self.bound)} with {self.confidence:.0%} confidence"
         if self.samples:
             text += f", {self.samples} samples never used in the search"
         verdict = "certified" if self.certified else "met, not certified" if self.met else "NOT met"
         return "; ".join(part for part in (f"{text}: {verdict}", self.remark) if part)
 
-    def _shown(self, loss: float) -> str:
+    def shown(self, loss: float) -> str:
+        """A loss for people."""
         return f"{self.factor * loss:.2f} {self.unit}".rstrip()
 
 
@@ -105,6 +106,14 @@ class Point:
     met: bool
     chosen: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """How many layers became what: ``3 int4, 2 int8``."""
+        counts: dict[str, int] = {}
+        for choice in self.choices.values():
+            counts[choice] = counts.get(choice, 0) + 1
+        return ", ".join(f"{count} {choice}" for choice, count in sorted(counts.items()))
 
 
 def run_lengths(losses: list[float]) -> tuple[tuple[float, int], ...]:

@@ -337,7 +337,7 @@ def quantize_to(
         AmctError: The subclass tells whether model, config, data, goal or files are invalid.
     """
     request = SearchRequest.of(labelled, options, (FLOAT, INT8, INT16, INT4))
-    base = quantize(model, calibration_data, request.config(config), inputs=inputs)
+    base = quantize(model, calibration_data, config, inputs=inputs)
     return request.run(base, with_values(read_model(model).model), inputs)
 
 

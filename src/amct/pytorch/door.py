@@ -137,7 +137,7 @@ def quantize_to(
         AmctError: the subclass tells whether config, model, data, goal or files are invalid.
     """
     request = SearchRequest.of(labelled, options)
-    base = quantize(model, calibration_data, request.config(config), inputs=inputs, io=io, part=part)
+    base = quantize(model, calibration_data, config, inputs=inputs, io=io, part=part)
     learned = learned_weights(base, request.choices)
     return request.run(base, model, inputs, learned)
 

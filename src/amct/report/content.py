@@ -250,6 +250,8 @@ class ReportContent:
         versions: Names and versions of the programs used.
         created: The time of creation, as text.
         training: What quantization-aware training did; None without training.
+        certificate: What a search for settings has reached; empty without one.
+        curve: What it has tried: number, cost, loss and choices of each point, and whether it is the result.
     """
 
     model: str
@@ -270,3 +272,5 @@ class ReportContent:
     versions: tuple[tuple[str, str], ...] = ()
     created: str = ""
     training: TrainingContent | None = None
+    certificate: str = ""
+    curve: tuple[tuple[str, str, str, str, bool], ...] = ()

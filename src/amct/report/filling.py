@@ -113,6 +113,8 @@ class ReportSubject:
         config: The config used, as text.
         network: The network as a graph; None if it is not known.
         proposals: What would help.
+        certificate: What a search for settings has reached; empty without one.
+        curve: As ``ReportContent.curve``.
         alone: By layer: the SQNR of the model's outputs when only this layer is quantized, where that is known.
     """
 
@@ -123,6 +125,8 @@ class ReportSubject:
     config: str = ""
     network: Network | None = None
     proposals: tuple[str, ...] = ()
+    certificate: str = ""
+    curve: tuple[tuple[str, str, str, str, bool], ...] = ()
     alone: Mapping[str, float] = field(default_factory=dict)
 
     def statistics(self) -> dict[str, InputStatistics]:
@@ -173,6 +177,8 @@ def report_content(
         layers_of=layers_of,
         verdict=measured.verdict(outputs_of),
         proposals=subject.proposals,
+        certificate=subject.certificate,
+        curve=subject.curve,
         network=subject.network,
         figures=tuple(_figures(measured, (before, after))),
         files=file_sizes([Path(file) for file in files]),

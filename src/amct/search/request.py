@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from amct.calibration.ranks import fingerprint
-from amct.config.python_config import QuantConfig
 from amct.errors import ArgumentError, ArgumentTypeError
 from amct.export.request import Placement
-from amct.search.choices import FLOAT, INT4, MEANINGS, checked
+from amct.search.choices import FLOAT, INT8, MEANINGS, checked
 from amct.search.goal import Agreement, Drop, Evaluate, Evaluated, Goal, Score, Sqnr, checked_number
 from amct.search.journal import Journal
 from amct.search.judge import EvaluatorJudge, SampleJudge, check_samples
@@ -22,7 +21,6 @@ from amct.search.samples import Samples, labelled_pairs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from amct.config.python_config import AnyConfig
     from amct.pipeline.batches import BatchInputs
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.pipeline.weights import QuantizedWeights
@@ -135,7 +133,7 @@ class SearchRequest:
             raise ArgumentError(f'minimize: expected "{SIZE}" or "{LATENCY}", got {minimize!r}')
         choices = options.get("choices")
         if choices is None and minimize == LATENCY:
-            choices = (FLOAT, "int8")  # 4-bit weights run no faster
+            choices = (FLOAT, INT8)  # 4-bit weights run no faster
         seed, resume = options.get("seed", 0), options.get("resume")
         if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
             raise ArgumentTypeError(f"seed: expected a whole number from 0, got {seed!r}")
@@ -151,10 +149,6 @@ class SearchRequest:
             resume=None if resume is None else Path(resume),
             on_best=options.get("on_best"),
         )
-
-    def config(self, config: AnyConfig) -> AnyConfig:
-        """The config of the calibration: that of the user, or one whose 4-bit weights lose least."""
-        return QuantConfig(weight_rounding="error_cancelling") if config is None and INT4 in self.choices else config
 
     def run(
         self,
