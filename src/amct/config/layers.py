@@ -31,6 +31,7 @@ class LayerInfo:
         average_pooling: Whether a Caffe ``Pooling`` layer is AVE and not global.
         refusal: Why this layer cannot be quantized although its type can (a module called twice); None if it can.
         depthwise: Whether a ``Conv2d`` has one group per input channel: filter pruning never starts from it.
+        one_input_channel: Whether it is depthwise only in that it has a single input channel.
         prune_refusal: Why this layer cannot be pruned although its type can; None if it can.
     """
 
@@ -42,6 +43,7 @@ class LayerInfo:
     average_pooling: bool = False
     refusal: str | None = None
     depthwise: bool = False
+    one_input_channel: bool = False
     prune_refusal: str | None = None
 
 

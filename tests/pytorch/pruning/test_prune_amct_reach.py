@@ -9,6 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 import amct_pytorch
+from amct.config.prune.dialect import FILTER
+from amct.pytorch.capture.trace import trace
+from amct.pytorch.pruning.amct_chains import prunable_layers
 from amct.record import read_record
 
 
@@ -177,3 +180,11 @@ def test_a_layer_called_twice_is_not_pruned(tmp_path):
         Twice(), torch.randn(1, 3, 8, 8), str(tmp_path / "prune.cfg"), str(tmp_path / "record.txt")
     )
     assert [pruned.first.out_channels, pruned.again.out_channels] == [8, 8]
+
+
+def test_a_convolution_of_one_input_channel_is_not_called_depthwise():
+    model = nn.Sequential(nn.Conv2d(1, 32, 3), nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 4, 1))
+    layers = {layer.name: layer for layer in prunable_layers(trace(model, torch.rand(1, 1, 9, 9)))}
+    assert FILTER.refusal(layers["0"]).startswith("a convolution with one input channel cannot be pruned by filters")
+    assert FILTER.refusal(layers["1"]).startswith("a depthwise convolution cannot be pruned by filters")
+    assert FILTER.refusal(layers["2"]) is None

@@ -82,6 +82,8 @@ class PruneMethod:
         """Why this method cannot prune such a layer; None when it can."""
         if layer.type not in self.types:
             return f"{layer.type} cannot be {self.done}"
+        if layer.one_input_channel and not self.depthwise:
+            return f"a convolution with one input channel cannot be {self.done}: AMCT takes it for a depthwise one"
         if layer.depthwise and not self.depthwise:
             return f"a depthwise convolution cannot be {self.done}, it follows the layer before it"
         return None

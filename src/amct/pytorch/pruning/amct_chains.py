@@ -315,7 +315,8 @@ def _prunable(layer: LayerInfo, module: nn.Module | None, calls: Mapping[str, Se
     elif not isinstance(module, nn.Linear) and ranks[0] != 4:
         refusal = "its input has no batch dimension"
     depthwise = isinstance(module, nn.Conv2d) and module.groups == module.in_channels
-    return replace(layer, depthwise=depthwise, prune_refusal=refusal)
+    single = isinstance(module, nn.Conv2d) and module.groups == module.in_channels == 1
+    return replace(layer, depthwise=depthwise, one_input_channel=single, prune_refusal=refusal)
 
 
 def find_chains(traced: Traced, plan: PrunePlan) -> list[Chain]:
