@@ -147,7 +147,6 @@ def calibrating(tmp_path_factory):
     "change",
     [
         lambda x: x.to("meta"),
-        lambda x: x.bfloat16(),
         lambda x: x.to(torch.complex64),
         lambda x: x.to_sparse(),
         lambda x: x.to_mkldnn(),
@@ -163,7 +162,6 @@ def calibrating(tmp_path_factory):
     ],
     ids=[
         "meta",
-        "bfloat16",
         "complex",
         "sparse",
         "mkldnn",
@@ -182,3 +180,9 @@ def calibrating(tmp_path_factory):
 def test_what_is_no_batch_ends_in_an_error_of_ours(calibrating, change, door):
     with pytest.raises(AmctError):
         calibrating[door](change(torch.from_numpy(BATCHES[0])))
+
+
+@pytest.mark.parametrize("door", ["onnx", "caffe"])
+def test_doors_that_read_arrays_refuse_bfloat16_which_numpy_lacks(calibrating, door):
+    with pytest.raises(AmctError, match=r"cannot be read from a tensor of torch\.bfloat16"):
+        calibrating[door](torch.from_numpy(BATCHES[0]).bfloat16())
