@@ -50,11 +50,9 @@ if TYPE_CHECKING:
     from amct.report.content import ReportContent, TrainingContent
     from amct.report.measuring import Measured, Metric
 
-
 logger = logging.getLogger(__name__)
 
-QUICK = 500_000_000
-"""Bytes of weights times layers up to which a report quantizes each layer alone without being asked."""
+QUICK = 500_000_000  # bytes of weights times layers up to which a report quantizes each layer alone without being asked
 
 
 class QuantizedModel:
@@ -123,9 +121,8 @@ class QuantizedModel:
             learned: Weights whose rounding is learned, for the layers that ask for it.
         """
         prepared, layers = self.prepared.variant(plan, self.qparams, learned)
-        return QuantizedModel(
-            prepared, layers, self._tensors, self._examples, self._seconds, self._weight_bytes, self.calibration
-        )
+        known = (self._tensors, self._examples, self._seconds, self._weight_bytes, self.calibration)
+        return QuantizedModel(prepared, layers, *known)
 
     @property
     def examples(self) -> Sequence[Any]:
