@@ -79,7 +79,8 @@ def test_cifar_resnet20_with_4_bit_weights_learned_by_adaround(assets, test_imag
     data = list(train_images.split(64))
     accuracy = {}
     for name, weights in (("nearest", amct.ArqSettings(num_bits=4)), ("learned", W4)):
-        config = amct.QuantConfig(common=amct.LayerConfig(weights=weights))
+        common = amct.LayerConfig(weights=weights)
+        config = amct.QuantConfig(common=common, weight_rounding="nearest", bias_correction=name == "learned")
         quantized = amct.quantize(model, data, config, io=OPEN_BATCH, adaround="fast")
         check_coverage(quantized, model)
         kinds = {layer: entry.weight_type for layer, entry in quantized.record.items()}
