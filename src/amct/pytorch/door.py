@@ -20,12 +20,11 @@ from amct.pipeline import flow
 from amct.pipeline.compare import measure
 from amct.pipeline.quantized_model import QuantizedModel
 from amct.pytorch.calibrating import balance_of
-from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.functional_layers import find_functional_layers, layer_module
 from amct.pytorch.folding import fuse
 from amct.pytorch.inputs import IoOptions, example_inputs, torch_batches
 from amct.pytorch.layer_hooks import TorchRun
-from amct.pytorch.onnx.float_onnx import float_onnx
+from amct.pytorch.onnx.float_onnx import float_onnx, trace_for_files
 from amct.pytorch.part import Part, offered_parts
 from amct.pytorch.preparation import TorchPreparation, prepare
 from amct.pytorch.searching import learned_weights
@@ -214,9 +213,7 @@ class TorchDoor:
     def plan(self, config: AnyConfig, example: Arguments, batches: int | None) -> tuple[Plan, bool]:
         """Capture the model on the first batch and return the plan of a config in the PyTorch dialect."""
         args, kwargs = example
-        self._traced = cached_trace(
-            self._model, (*args, kwargs), io=self._io, all_layers=True, stored_weights=True, any_batch=True
-        )
+        self._traced = trace_for_files(self._model, (*args, kwargs), io=self._io, stored_weights=True)
         if self._traced.program is None:
             _offer_parts(self._traced.model)
         else:
@@ -346,7 +343,7 @@ def reference_onnx(model: nn.Module, example: NDArray[np.float32]) -> ModelProto
     Raises:
         ExportError: the model cannot be captured, or uses an operation that ONNX lacks.
     """
-    traced = cached_trace(model, torch.from_numpy(example), all_layers=True, stored_weights=True, any_batch=True)
+    traced = trace_for_files(model, torch.from_numpy(example), stored_weights=True)
     return float_onnx(traced, fuse(traced)).model
 
 

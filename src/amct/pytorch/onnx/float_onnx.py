@@ -29,6 +29,7 @@ from amct.export.request import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE, LayerKind
 from amct.model.operators import WITH_BIAS
 from amct.numerics.arq import reorder_gates
+from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.functional_layers import layer_module, layer_name, stored_tensors
 from amct.pytorch.capture.program import quiet_exporters
 from amct.pytorch.onnx.lowering.assembly import Lowered
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from amct.export.onnx.kept_weights import KeptWeights
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.folding import Fused
-    from amct.pytorch.inputs import IoNames
+    from amct.pytorch.inputs import IoNames, IoOptions
 
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,34 @@ def float_onnx(
     )
     tensors = _names_in(model, lowered.tensors, placed.replaced, placed.changed)
     return TracedOnnx(model=model, bindings=bindings, tensors=tensors)
+
+
+def trace_for_files(
+    model: nn.Module, example: object, *, io: IoOptions | None = None, stored_weights: bool = False
+) -> Traced:
+    """As ``cached_trace``, with a dynamic first axis where the model and the rules of its operations allow one."""
+    traced = cached_trace(model, example, io=io, all_layers=True, stored_weights=stored_weights, any_batch=True)
+    if traced.program is None or not traced.names.axes or (io is not None and io.dynamic_axes is not None):
+        return traced
+    problem = _why_not_lowered(traced)
+    if problem is None:
+        return traced
+    logger.info("%s: the files take batches of one size only, because of %s", type(traced.model).__name__, problem)
+    return cached_trace(model, example, io=io, all_layers=True, stored_weights=stored_weights)
+
+
+def _why_not_lowered(traced: Traced) -> str | None:
+    """Why our own rules cannot write a captured program; None if they can."""
+    assert traced.program is not None
+    stored = stored_tensors(traced.model)
+    try:
+        try:
+            lower(traced.program, traced.names, stored, _LOWEST_WRITTEN)
+        except NotLoweredError:
+            _lowered_without_writes(traced.program, traced.names, stored, _LOWEST_WRITTEN)
+    except Exception as error:  # noqa: BLE001  torch.export raises many types
+        return root_cause(error)
+    return None
 
 
 def _lowered(program: ExportedProgram, names: IoNames, stored: Mapping[str, torch.Tensor], opset: int) -> Lowered:

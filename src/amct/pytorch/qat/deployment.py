@@ -101,8 +101,8 @@ def prepare_trained(
         ExportError: A trained layer is not a layer of the model any more.
     """
     given = (*example[0], example[1])
-    own = state.all_layers  # AMCT's functions have other layers, and files of the sizes of the example
-    traced = cached_trace(plain, given, io=io, all_layers=own, any_batch=own, origin=state.origin)
+    own, any_batch = state.all_layers, state.any_batch
+    traced = cached_trace(plain, given, io=io, all_layers=own, any_batch=any_batch, origin=state.origin)
     layers = quantized_layers(trained)
     lost = [name for name in layers if name not in traced.layers]
     if lost:

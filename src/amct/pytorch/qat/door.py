@@ -26,12 +26,13 @@ from amct.numerics.adaround.scale import least_error_scale
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.settings import IfmrSettings, UlqRetrainSettings
 from amct.pipeline.preparation import enabled_layers
-from amct.pytorch.capture.cached_trace import cached_trace, for_copies
+from amct.pytorch.capture.cached_trace import for_copies
 from amct.pytorch.capture.functional_layers import child_path, take_functional_layers
 from amct.pytorch.capture.program_graph import call_name
 from amct.pytorch.folding import fuse
 from amct.pytorch.inputs import IoOptions, torch_batches
 from amct.pytorch.layer_hooks import observe_inputs
+from amct.pytorch.onnx.float_onnx import trace_for_files
 from amct.pytorch.pruning.sparse import put_sparse, without_masks
 from amct.pytorch.qat.deployment import is_made_by_relu, not_negative, train_placement
 from amct.pytorch.qat.layers import QuantizedCall, as_quantized, put_quantizers, quantized_layers, trained_parts
@@ -99,10 +100,10 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     data = torch_batches(plain, batches, inputs, name="batches")
     example = data.first()
     options = io or IoOptions()
-    traced = cached_trace(plain, (*example[0], example[1]), io=options, all_layers=True, any_batch=True)
+    traced = trace_for_files(plain, (*example[0], example[1]), io=options)
     plan = retrain_plan_of(config, traced.config_layers())
     trainable = build(traced, plan, weight_bits={8: 7} if target == Target.PORTABLE.value else {})
-    with_state(trainable, all_layers=True)
+    with_state(trainable, all_layers=True, any_batch=bool(traced.names.axes))
     put_sparse(trainable, masks)
     start_weights(trainable)
     start = start_activations(trainable, data)

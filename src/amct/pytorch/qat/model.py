@@ -78,6 +78,7 @@ class QatState:
         teaches_itself: Whether the teacher is the model that was handed in.
         temperature: How much the teacher's probabilities are softened.
         all_layers: Whether functional calls and modules called several times can be layers; not in AMCT's functions.
+        any_batch: Whether files take batches of any size.
         target: The QDQ file that it is trained for.
         freeze_norms: Whether batch norms use and keep their running statistics in train mode too.
         original: The float model that was handed in.
@@ -94,6 +95,7 @@ class QatState:
     teaches_itself: bool = False
     temperature: float = 4.0
     all_layers: bool = False
+    any_batch: bool = False
     target: str = Target.EXACT8.value
     freeze_norms: bool = False
     original: Original | None = None
