@@ -104,6 +104,20 @@ def test_init_writes_a_config_that_check_accepts(folder, capsys):
     assert "2 of 4 layers are compressed" in capsys.readouterr().out
 
 
+def test_init_says_that_a_config_without_batch_num_takes_one_batch(folder, capsys):
+    (folder / "silent.cfg").write_text(SILENT_CFG)
+    for given in ([], ["--cfg", "silent.cfg"]):
+        assert main(["config", "init", "--model", "net.prototxt", *given, "-o", "c.json"]) == 0
+        assert json.loads((folder / "c.json").read_text())["batch_num"] == 1
+        assert "calibration takes 1 batch, however many there are; change it in c.json" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+def test_init_is_quiet_about_a_batch_num_that_was_given(capsys):
+    assert main(["config", "init", "--model", "net.prototxt", "--cfg", "quant.cfg", "-o", "c.json"]) == 0
+    assert "takes 1 batch" not in capsys.readouterr().out
+
+
 def test_init_for_a_torch_model_through_its_factory(folder):
     arguments = [
         "config",
@@ -120,6 +134,7 @@ def test_init_for_a_torch_model_through_its_factory(folder):
     assert [key for key in json.loads((folder / "c.json").read_text()) if key.isdecimal()] == ["0", "3"]
 
 
+SILENT_CFG = 'skip_layers: "fc"\n'
 QAT_CFG = """\
 retrain_data_quant_config { ulq_quantize { dst_type: INT8 } }
 retrain_weight_quant_config { arq_retrain { channel_wise: true } }

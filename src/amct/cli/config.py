@@ -91,6 +91,10 @@ def init(
     atomic.write_text(output, config.to_json())
     _show_warnings(config)
     show(f"wrote {output}: {len(config.layers)} quantizable layers of {len(layers)}")
+    if cfg is None or "batch_num" not in config.origins:
+        show(
+            f"batch_num is 1, AMCT's default: calibration takes 1 batch, however many there are; change it in {output}"
+        )
 
 
 @app.command()
