@@ -9,6 +9,8 @@ import statistics
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from amct.export.check.running import Speed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
@@ -62,8 +64,10 @@ def is_worse(row: Row) -> bool:
 
 
 def is_slower(row: Row) -> bool:
-    """Whether the file is slower than the float file, by more than two measurements of one file differ."""
-    return bool(row["ours_ms"] > (1 + SPREAD) * row["float_ms"])
+    """Whether the file is slower than the float file, by more than measurements of one file differ and users notice."""
+    ours, original = row["ours_ms"], row["float_ms"]
+    speed = Speed(ratio=original / ours, least=original / ours, nodes=(), seconds=ours / 1e3)
+    return bool(ours > (1 + SPREAD) * original) and speed.matters(None)
 
 
 def summary(rows: list[Row]) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +14,11 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from amct.errors import ModelError
 from amct.export.check import running
-from amct.export.check.losses import likely_loss, output_similarity, sure_loss
-from amct.export.check.running import LoadedModel, median_seconds
+from amct.export.check.losses import likely_loss, output_similarity, say_slow, sure_loss
+from amct.export.check.running import LoadedModel, Speed, median_seconds
 from amct.export.onnx import runtime
 from amct.export.qdq.exporter import qdq_model
+from amct.model.quant_json import FileCheck
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +99,28 @@ def test_a_speed_has_a_margin(net, monkeypatch, original, ratio, may_be_slower):
     assert speed.ratio == pytest.approx(ratio)
     assert (speed.least < 1) == may_be_slower
     assert speed.nodes
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "ratio", "verdict", "level"),
+    [
+        (0.4, 0.3, "good", logging.INFO),
+        (0.4, 0.3, "poor", logging.INFO),
+        (0.9, 0.95, "good", logging.INFO),
+        (0.9, 0.95, None, logging.INFO),
+        (0.9, 0.95, "poor", logging.WARNING),
+        (0.9, 0.8, "good", logging.WARNING),
+        (20.0, 0.98, "good", logging.WARNING),
+        (20.0, 1.01, "good", logging.INFO),
+    ],
+)
+def test_a_slower_file_is_a_warning_only_where_a_user_would_notice(milliseconds, ratio, verdict, level, caplog):
+    speed = Speed(ratio=ratio, least=0.3, nodes=("conv (Conv) 90%",), seconds=milliseconds / 1e3)
+    with caplog.at_level(logging.INFO, "amct"):
+        say_slow(Path("net_qdq_model.onnx"), FileCheck(speed=ratio, verdict=verdict, costliest=speed.nodes), speed)
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert "slower than the float model" in record.getMessage()
 
 
 def test_a_large_file_is_closed_before_the_parts_of_the_original_are_loaded_one_by_one(net, monkeypatch):

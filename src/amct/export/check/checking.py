@@ -36,11 +36,11 @@ from amct.export.check.losses import (
     output_similarity,
     say_checked,
     say_different,
+    say_slow,
     say_worse,
     sure_loss,
-    warn_slow,
 )
-from amct.export.check.running import BUDGET, LoadedModel, outputs_in_parts, speed_apart, speed_of, timed_inputs
+from amct.export.check.running import BUDGET, LoadedModel, Speed, outputs_in_parts, speed_apart, speed_of, timed_inputs
 from amct.export.onnx.kept_weights import KeptWeights, read_parts
 from amct.export.onnx.messages import parameter_bytes
 from amct.memory import LARGE_MODEL
@@ -280,7 +280,7 @@ class OnnxCheck:
             del self._loaded_original  # no other file is timed
         result = replace(measured, speed=speed.ratio, costliest=speed.nodes)
         if speed.least < 1:
-            warn_slow(file.target, result)
+            say_slow(file.target, result, speed)
         return result
 
     def _in_child(self, file: FileToCheck) -> FileCheck:
@@ -306,9 +306,11 @@ class OnnxCheck:
         known = expected is not None and simulated is not None
         near = output_similarity(expected or {}, simulated or {})[0] if known else None
         result = outcome(file.target, reference.origin, (similarity_of(found), found["reasons"]), near)
-        result = replace(result, speed=found.get("speed"), costliest=tuple(found.get("costliest", ())))
-        if found.get("least_speed", 1) < 1:
-            warn_slow(file.target, result)
+        if "speed" in found:
+            speed = Speed(**found["speed"])
+            result = replace(result, speed=speed.ratio, costliest=tuple(speed.nodes))
+            if speed.least < 1:
+                say_slow(file.target, result, speed)
         if is_worse(result):
             say_worse(file.target, result)
         say_checked(file.target, result)

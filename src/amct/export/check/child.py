@@ -163,8 +163,7 @@ def _result(folder: Path) -> dict[str, Any]:
     similarity, reasons = output_similarity(expected, outputs)
     result: dict[str, Any] = {"reasons": reasons, "similarity": None if similarity is None else asdict(similarity)}
     if timed and original is not None:
-        speed = speed_of(file, original, inputs)
-        result |= {"speed": speed.ratio, "least_speed": speed.least, "costliest": speed.nodes}
+        result["speed"] = asdict(speed_of(file, original, inputs))
     return result
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from amct.export.check.running import Speed
     from amct.numerics.similarity import BoxComparison
 
     OutputsByName = Mapping[str, NDArray[Any]]
@@ -424,9 +425,10 @@ def say_checked(target: Path, check: FileCheck) -> None:
     logger.info("%s: %s (%s)", target.name, check.text(), where)
 
 
-def warn_slow(target: Path, check: FileCheck) -> None:
-    """Say that a file is slower than the float model, or may be."""
-    logger.warning(
+def say_slow(target: Path, check: FileCheck, speed: Speed) -> None:
+    """Say that a file is slower than the float model, or may be; a warning if that matters."""
+    logger.log(
+        logging.WARNING if speed.matters(check.verdict) else logging.INFO,
         "%s %s slower than the float model on this machine (%.2f of its speed); most time is taken by %s",
         target.name,
         "is" if check.speed is not None and check.speed < 1 else "may be",

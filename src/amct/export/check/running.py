@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
+    from amct.model.verdict import Level
+
 COSTLIEST = 3
 """The number of nodes that are reported."""
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 60
@@ -51,6 +53,10 @@ PARTS = 8
 """So many parts of a large float model are loaded one after the other: three copies of an eighth of its weights."""
 CLEAR = 1.1
 """A ratio that the spread of the runs does not make doubtful."""
+TINY = 5e-4
+"""Seconds of a run below which it hardly matters how fast a file is."""
+UNNOTICED = 1e-4
+"""Seconds that a run may lose unnoticed: a network of 1 ms has runs whose quartiles are 0.14 ms apart."""
 _PROFILED_RUNS = 4
 """The first allocates memory and does not count; of the others some are interrupted on a busy machine."""
 _KERNEL_TIME = "_kernel_time"
@@ -237,11 +243,21 @@ class Speed:
         least: What that may be with other runs: the ratio of the shortest times, which a busy machine changes least,
             or two standard errors less than a ratio below ``CLEAR``, if that is smaller.
         nodes: Its costliest nodes as text.
+        seconds: The median of its times.
     """
 
     ratio: float
     least: float
     nodes: tuple[str, ...]
+    seconds: float
+
+    def matters(self, verdict: Level | None) -> bool:
+        """Whether a user should act on a file that is slower.
+
+        Not if a run takes next to no time, and not if it loses less than runs differ and the numbers are good too.
+        """
+        lost = self.seconds * (1 - self.ratio)
+        return self.seconds >= TINY and (lost >= UNNOTICED or verdict not in (None, "good"))
 
 
 def speed_of(
@@ -334,7 +350,8 @@ def _costliest(file: LoadedModel, inputs: Mapping[str, NDArray[Any]]) -> tuple[s
 def _speed(times: Mapping[str, Sequence[float]], nodes: tuple[str, ...]) -> Speed:
     ratio = statistics.median(times["original"]) / statistics.median(times["file"])
     surely = ratio if ratio >= CLEAR else ratio - 2 * _median_error(times)
-    return Speed(ratio=ratio, least=min(surely, min(times["original"]) / min(times["file"])), nodes=nodes)
+    least = min(surely, min(times["original"]) / min(times["file"]))
+    return Speed(ratio=ratio, least=least, nodes=nodes, seconds=statistics.median(times["file"]))
 
 
 def _median_error(times: Mapping[str, Sequence[float]]) -> float:
