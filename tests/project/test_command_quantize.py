@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
@@ -212,6 +213,37 @@ def test_quantize_a_torch_reference(folder):
     assert scores.shape == (2, 2)
 
 
+def test_target_opset_and_the_mode_of_adaround_are_passed_on(folder, monkeypatch):
+    import amct.pytorch
+
+    (folder / "adaround.cfg").write_text("common_config { ada_quantize { num_iteration: 5 } }")
+    modes, quantize = [], amct.pytorch.quantize
+
+    def noticed(*arguments, adaround, **options):
+        modes.append(adaround)
+        return quantize(*arguments, adaround=adaround, **options)
+
+    monkeypatch.setattr(amct.pytorch, "quantize", noticed)
+    monkeypatch.syspath_prepend(folder)
+    chosen = ["--target", "exact8", "--opset", "17", "--adaround", "fast", "--config", "adaround.cfg"]
+    for prefix, options in {"chosen": chosen, "default": []}.items():
+        given = ["my_nets_of_quantize_test:build", "--data", "data.npy", "-o", f"out/{prefix}", *options]
+        assert main(["quantize", *given]) == 0
+    assert modes == ["fast", "plain"]
+    files = [onnx.load(folder / f"out/{prefix}_qdq_model.onnx") for prefix in ("chosen", "default")]
+    assert [file.opset_import[0].version for file in files] == [17, 18]
+    kinds = [{array.data_type for array in file.graph.initializer} for file in files]
+    assert [onnx.TensorProto.INT8 in found for found in kinds] == [False, True]
+
+
+def test_the_help_has_the_options_of_a_save_with_their_defaults(capsys):
+    assert main(["quantize", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for option, default in {"--target": "[default: portable]", "--adaround": "[default: plain]"}.items():
+        assert default in text.partition(f"{option} <str>")[2].partition(" --")[0]
+    assert "16 to 21; that of the ONNX model, else 18, unless given" in text.partition("--opset <int>")[2]
+
+
 @pytest.mark.usefixtures("folder")
 def test_inspect_says_what_can_be_quantized(capsys):
     assert main(["inspect", "net.prototxt"]) == 0
@@ -255,6 +287,15 @@ BAD = {
     "bad size": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "--size", "1,2,3", "-o", "out/x"], "--size"),
     "bad colour": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "--color", "hsv", "-o", "out/x"], "hsv"),
     "nowhere to write": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "-o", "/proc/x/y"], "/proc/x"),
+    "bad target": (
+        ["net.prototxt", "net.caffemodel", "--data", "data.npy", "--target", "gpu", "-o", "out/x"],
+        "target",
+    ),
+    "bad opset": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "--opset", "9", "-o", "out/x"], "16..21"),
+    "fast AdaRound of another door": (
+        ["net.prototxt", "net.caffemodel", "--data", "data.npy", "--adaround", "fast", "-o", "out/x"],
+        "--adaround fast is for PyTorch models",
+    ),
     "bad config": (
         ["net.prototxt", "net.caffemodel", "--data", "data.npy", "--config", "bad.cfg", "-o", "out/x"],
         'bad.cfg:1:1: .*"convv".*Did you mean "conv"',

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from amct.pipeline.batches import FirstBatches
     from amct.pipeline.flow import CalibrationFile
     from amct.pipeline.quantized_model import QuantizedModel
+    from amct.pytorch.preparation import AdaRoundMode
 
 WORST_SHOWN = 3
 NAMES_SHOWN = 6
@@ -76,6 +77,22 @@ def quantize(  # noqa: PLR0913  the options of a command
             '"auto" times both and float for each part of the model.'
         ),
     ] = "fast",
+    target: Annotated[
+        str,
+        typer.Option(
+            help='Of the QDQ file: "portable" is right on every CPU, "vnni" for those with VNNI, "exact8" has the '
+            "record's own integers."
+        ),
+    ] = "portable",
+    opset: Annotated[
+        int | None, typer.Option(help="Of the ONNX files, 16 to 21; that of the ONNX model, else 18, unless given.")
+    ] = None,
+    adaround: Annotated[
+        str,
+        typer.Option(
+            help='How AdaRound learns where the config of a PyTorch model has it: "plain" as AMCT does, or "fast".'
+        ),
+    ] = "plain",
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Do not run the written files and compare them with the float model.")
     ] = False,
@@ -97,10 +114,11 @@ def quantize(  # noqa: PLR0913  the options of a command
 
     Example: amct quantize net.onnx --data images/ --labels labels.tsv --max-drop 0.5 -o out/net
     """
-    files = _Files(_prefix(output), report, formats, placement, run_files=not no_check)
+    files = _Files(_prefix(output), report, formats, placement, target, opset, run_files=not no_check)
     with few_lines():
         own.refuse_unless_caffe(weights is not None)
         _check_options(model, weights, config, part, equalize=equalize and goal.is_given)
+        _check_adaround(adaround, has_modes=_is_torch(model, weights) and not goal.is_given)
         _check_level(fail_on, run_files=files.run_files)
         goal.check()
         files.check()
@@ -114,7 +132,7 @@ def quantize(  # noqa: PLR0913  the options of a command
                 )
             else:
                 quantized, batches = _quantized(
-                    model, weights, data, config, files, state, equalize=equalize, part=part
+                    model, weights, data, config, files, state, equalize=equalize, part=part, adaround=adaround
                 )
             ranks = _ranks()
         if prints:
@@ -138,11 +156,22 @@ def quantize(  # noqa: PLR0913  the options of a command
 def _check_options(model: str, weights: Path | None, config: Path | None, part: str | None, *, equalize: bool) -> None:
     if equalize and weights is None:
         raise ArgumentError("--equalize with a goal is for Caffe models, a prototxt with a caffemodel; leave it out")
-    if part is not None and (weights is not None or model.endswith(ONNX_ENDING)):
+    if part is not None and not _is_torch(model, weights):
         raise ArgumentError("--part is for PyTorch models, a Python reference to a factory; leave it out")
     _check_model(model, weights)
     if config is not None:
         check_file(str(config))
+
+
+def _is_torch(model: str, weights: Path | None) -> bool:
+    return weights is None and not model.endswith(ONNX_ENDING)
+
+
+def _check_adaround(adaround: str, *, has_modes: bool) -> None:
+    if adaround not in ("plain", "fast"):
+        raise ArgumentError(f"--adaround: expected plain or fast, got {adaround!r}")
+    if adaround == "fast" and not has_modes:
+        raise ArgumentError("--adaround fast is for PyTorch models without a goal; leave it out")
 
 
 def _prefix(output: str) -> str:
@@ -193,26 +222,25 @@ def _check_model(model: str, weights: Path | None) -> None:
 
 @dataclass(frozen=True)
 class _Files:
-    """The files to write: their prefix, whether there is a report, formats, placement, and whether they are run."""
+    """The files to write: prefix, whether there is a report, what ``save`` takes, and whether they are run."""
 
     output: str
     report: bool
     formats: str | None
     placement: str
+    target: str
+    opset: int | None
     run_files: bool
 
     def check(self) -> None:
-        """Check the output folder, the report, the formats and the placement before quantization starts."""
-        from amct import atomic
+        """Check the output folder, the report and what ``save`` takes before quantization starts."""
         from amct.arguments import output_file
-        from amct.export.formats import check_formats
-        from amct.export.request import ExportOptions
+        from amct.export.request import ExportOptions, SaveRequest
 
-        atomic.check_writable(self.where.folder)
+        options = ExportOptions(placement=self.placement, target=self.target)
+        SaveRequest.checked(self.output, self._names(), options=options, opset=self.opset)
         if self.page is not None:
             output_file(self.page, "--report")
-        check_formats(self._names())
-        ExportOptions(placement=self.placement)
 
     @property
     def where(self) -> SavePath:
@@ -266,9 +294,9 @@ class _Files:
         from amct.export.request import DEFAULT_FORMATS
         from amct.report.page import is_report
 
-        names = self._names()
-        placement = None if self.placement == "fast" else self.placement
-        files = quantized.save(self.output, names or DEFAULT_FORMATS, placement=placement, check=self.run_files)
+        names, placement = self._names() or DEFAULT_FORMATS, None if self.placement == "fast" else self.placement
+        options: dict[str, Any] = {"placement": placement, "target": self.target, "opset": self.opset}
+        files = quantized.save(self.output, names, check=self.run_files, **options)
         old = self.where.file("report.html")
         if not self.report and is_report(old):
             old.unlink()
@@ -286,6 +314,7 @@ def _quantized(  # noqa: PLR0913  the options of the command that change what is
     *,
     equalize: bool = False,
     part: str | None = None,
+    adaround: str = "plain",
 ) -> tuple[QuantizedModel, FirstBatches]:
     """Quantize a model; return it with its calibration batches."""
     from amct.pipeline.batches import FirstBatches
@@ -317,8 +346,10 @@ def _quantized(  # noqa: PLR0913  the options of the command that change what is
     from amct.cli.model_layers import load_reference
 
     batches = FirstBatches(DataBatches.converted(data.fitting(None).stored(), torch.from_numpy))
+    mode = cast("AdaRoundMode", adaround)
+    network = load_reference(model)
     quantized = amct.pytorch.quantize(
-        load_reference(model), batches, config=config, resume=state, part=part, equalize=equalize
+        network, batches, config, adaround=mode, resume=state, part=part, equalize=equalize
     )
     return quantized, batches
 
