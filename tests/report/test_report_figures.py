@@ -6,8 +6,9 @@ import math
 
 import pytest
 
+from amct.numerics.similarity import LayerComparison
 from amct.report.content import sqnr_class
-from amct.report.filling import metric_figure
+from amct.report.filling import metric_figure, output_figures
 
 
 def test_colour_classes_change_at_the_thresholds():
@@ -28,3 +29,24 @@ def test_colour_classes_change_at_the_thresholds():
 def test_a_metric_is_shown_before_and_after_with_its_change(name, before, after, shown):
     figure = metric_figure(name, before, after)
     assert (figure.before, figure.after, figure.change) == shown
+
+
+def output(name, sqnr):
+    return LayerComparison(layer=name, cosine=0.9, sqnr=sqnr, mean_squared_error=0.1, largest_error=1.0, values=8)
+
+
+@pytest.mark.parametrize(
+    ("sqnr", "own", "more"),
+    [
+        ([30.0], ["the output"], None),
+        ([30.0, 40.0, 20.0, 10.0], ["o0", "o1", "o2", "o3"], None),
+        ([30.0, 50.0, 20.0, 10.0, 25.0], ["o0", "o2", "o3", "o4"], ("1 more output", "from 50.0 dB")),
+        ([41.0, 40.0, 42.0, math.nan, 20.0, 30.0, 35.0], ["o3", "o4", "o5", "o6"], ("3 more outputs", "from 40.0 dB")),
+    ],
+)
+def test_the_worst_outputs_are_shown_and_the_others_counted(sqnr, own, more):
+    figures = list(output_figures([output(f"o{i}", value) for i, value in enumerate(sqnr)]))
+    shown = {each.label.removeprefix("SQNR of "): each.after for each in figures if each.label.startswith("SQNR of ")}
+    counts = shown.popitem() if more is not None else None
+    assert list(shown) == own
+    assert counts == more

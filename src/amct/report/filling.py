@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -14,6 +15,7 @@ import torch
 from amct import __version__
 from amct.errors import FileError
 from amct.model.quant_json import QUANT_JSON, read_quant_json
+from amct.printable import counted
 from amct.report.activations import InputStatistics
 from amct.report.content import (
     SIMULATION,
@@ -35,11 +37,12 @@ if TYPE_CHECKING:
 
     from amct.model import Skip
     from amct.model.quant_json import FileCheck
-    from amct.numerics.similarity import BoxComparison
+    from amct.numerics.similarity import BoxComparison, LayerComparison
     from amct.report.measuring import Measured
     from amct.report.network import Network
 
-LARGEST_OUTPUTS = 4
+OUTPUTS_SHOWN = 4
+"""The worst outputs have figures of their own; the others are counted."""
 _PERCENT_NAMES = ("accuracy", "top1", "top-1", "top5", "top-5", "precision", "recall", "iou", "f1")
 
 
@@ -210,15 +213,24 @@ def _figures(measured: Measured, weight_bytes: tuple[float, float]) -> Iterator[
     """Yield the summary: the metric, the similarity of the outputs, and the size of the weights before and after."""
     if measured.metric is not None:
         yield metric_figure(measured.metric_name, *measured.metric)
-    for output in measured.outputs[:LARGEST_OUTPUTS]:
-        alone = len(measured.outputs) == 1 or output.layer == OUTPUT
-        cosine, sqnr = f"{output.cosine:.5f}", f"{output.sqnr:.1f} dB"
-        yield Figure(label="cosine of both outputs" if alone else f"cosine of {output.layer}", after=cosine)
-        yield Figure(label="SQNR of the output" if alone else f"SQNR of {output.layer}", after=sqnr)
+    yield from output_figures(measured.outputs)
     yield from box_figures(measured.boxes)
     before, after = weight_bytes
     if before:
         yield Figure(label="weights of the quantized layers", before=_size(before), after=_size(after))
+
+
+def output_figures(outputs: Sequence[LayerComparison]) -> Iterator[Figure]:
+    """Yield the similarity of the worst outputs, and how many others there are."""
+    worst = sorted(outputs, key=lambda output: -math.inf if math.isnan(output.sqnr) else output.sqnr)
+    others = worst[OUTPUTS_SHOWN:]
+    for output in (each for each in outputs if each not in others):
+        alone = len(outputs) == 1 or output.layer == OUTPUT
+        cosine, sqnr = f"{output.cosine:.5f}", f"{output.sqnr:.1f} dB"
+        yield Figure(label="cosine of both outputs" if alone else f"cosine of {output.layer}", after=cosine)
+        yield Figure(label="SQNR of the output" if alone else f"SQNR of {output.layer}", after=sqnr)
+    if others:
+        yield Figure(label=f"SQNR of {counted(len(others), 'more output')}", after=f"from {others[0].sqnr:.1f} dB")
 
 
 def box_figures(boxes: Iterable[BoxComparison]) -> Iterator[Figure]:
