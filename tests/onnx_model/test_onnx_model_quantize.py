@@ -388,6 +388,34 @@ def test_half_precision(tmp_path):
         assert np.abs(got - expected).max() < 0.05 * np.abs(expected).max()
 
 
+def with_a_cast(to):
+    """A half-precision model that divides by a size, which a Cast makes a number."""
+    half = onnx.TensorProto.FLOAT16
+    nodes = [
+        node("Conv", "x w", "c", name="conv"),
+        node("Size", "c", "size"),
+        node("Cast", "size", "number", to=onnx.TensorProto.FLOAT),
+        node("Cast", "number", "left", to=to),
+        node("Div", "c left", "y", name="div"),
+    ]
+    return graph_model(nodes, {"w": normal(4, 3, 3, 3, dtype=np.float16)}, (1, 3, 8, 8), element_type=half)
+
+
+def test_casts_of_a_float16_conversion(tmp_path):
+    """With casts on both sides the file is quantized; where one is missing, the error says so and what to do."""
+    x = normal(1, 3, 8, 8)
+    model = with_a_cast(onnx.TensorProto.FLOAT16)
+    quantized = amct.quantize(model, x)
+    assert list(quantized.layers) == ["conv"]
+    quantized.save(tmp_path / "q")
+    expected = run(model, {"x": x.astype(np.float16)})[0].astype(np.float32)
+    got = run(tmp_path / "q_qdq_model.onnx", {"x": x.astype(np.float16)})[0]
+    assert got.dtype == np.float16
+    assert np.abs(got - expected).max() < 0.05 * np.abs(expected).max()
+    with pytest.raises(ModelError, match=r"in node \(div\)\. A conversion to float16 is incomplete .*float32 file"):
+        amct.quantize(with_a_cast(onnx.TensorProto.FLOAT), x)
+
+
 @pytest.mark.parametrize("opset", [9, 13, 22])
 def test_other_opsets_are_converted(opset, tmp_path):
     quantized = amct.quantize(products(opset=opset), normal(16, 6))

@@ -243,10 +243,18 @@ def open_session(
             save_model(path, model)
             return onnxruntime.InferenceSession(str(path), options, providers=_PROVIDERS)
     except Exception as error:
-        raise ModelError(f"onnxruntime cannot run the model: {first_line(error)}") from error
+        raise ModelError(f"onnxruntime cannot run the model: {first_line(error)}{_half_converted(error)}") from error
     finally:
         if size >= LARGE_MODEL:  # onnxruntime copies the weights as it loads them
             give_back_freed()
+
+
+def _half_converted(error: Exception) -> str:
+    """What to do about a file in which float16 meets float32, as conversions leave behind that miss a Cast."""
+    text = str(error)
+    if "Type Error" not in text or "tensor(float16)" not in text or "tensor(float)" not in text:
+        return ""
+    return " A conversion to float16 is incomplete there: give the float32 file, or convert it anew"
 
 
 def _all_settings(model: ModelProto | Path, given: Mapping[str, str] | None, *, unpacked: bool) -> dict[str, str]:
