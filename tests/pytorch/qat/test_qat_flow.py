@@ -289,6 +289,38 @@ def test_a_checkpoint_that_grows_in_memory_is_refused(trained, tmp_path, monkeyp
         flow.restore(state=tmp_path / "bomb.pth")
 
 
+def test_a_checkpoint_of_the_old_format_that_claims_more_than_its_file_is_refused(trained, tmp_path, monkeypatch):
+    flow, _ = trained
+    elements = 1_234_567
+    torch.save({"w": torch.zeros(elements)}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    claim = b"J" + elements.to_bytes(4, "little")
+    content = (tmp_path / "old.pth").read_bytes()
+    assert claim in content[:600]
+    (tmp_path / "old.pth").write_bytes(content[:600].replace(claim, b"J" + (2**31 - 1).to_bytes(4, "little")))
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(RuntimeError, match=r"it would take 2\.0 GiB of memory"):
+        flow.restore(state=tmp_path / "old.pth")
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_checkpoint_that_makes_an_array_by_its_length_is_refused(trained, tmp_path, monkeypatch, is_zip):
+    flow, _ = trained
+    torch.save({"w": bytearray(b"ab")}, tmp_path / "array.pth", _use_new_zipfile_serialization=is_zip)
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(RuntimeError, match=r"it holds a bytearray, which may be of any size"):
+        flow.restore(state=tmp_path / "array.pth")
+
+
+def test_a_checkpoint_of_the_old_format_is_loaded(trained, tmp_path):
+    flow, _ = trained
+    content = torch.load(flow.state, weights_only=True)
+    whole = {"seed": 2**62, "state": content}
+    torch.save(whole, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    restored, same = flow.restore("state", state=tmp_path / "old.pth"), flow.restore()
+    for name, value in same.state_dict().items():
+        assert torch.equal(restored.state_dict()[name], value)
+
+
 def test_another_architecture_is_refused(trained):
     flow, _ = trained
     other = net()

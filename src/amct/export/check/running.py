@@ -37,7 +37,7 @@ from amct.export.onnx.runtime import RunWatch, longest_run, open_session, quiet_
 from amct.memory import give_back_freed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
@@ -160,15 +160,18 @@ def _own(value: Any) -> Any:  # noqa: ANN401  an array, or a sequence of them
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def _events(profile: str) -> list[dict[str, Any]]:
-    """The events of a profile that count: it has one in each line, of which most are not worth reading."""
+def _events(profile: str) -> Iterator[dict[str, Any]]:
+    """The events of a profile that count: it has one in each line, of which most are not worth reading.
+
+    They are parsed one at a time: those of thousands of nodes together are so many objects that Python's garbage
+    collector searches all memory of the process for what it may free, several times.
+    """
     lines = [line.strip().rstrip(",") for line in profile.splitlines() if _KERNEL_TIME in line or _RUN_ENDED in line]
     whole = all(line.startswith("{") for line in lines)
-    found: list[dict[str, Any]] = json.loads(f"[{','.join(lines)}]" if whole else profile)
-    return found
+    return map(json.loads, lines) if whole else iter(json.loads(profile))
 
 
-def _costs(events: list[dict[str, Any]]) -> list[NodeCost]:
+def _costs(events: Iterable[dict[str, Any]]) -> list[NodeCost]:
     """The shortest time of each node in all runs of a profile but the first; a run is listed after its nodes."""
     runs: list[dict[tuple[str, str], int]] = [{}]
     for event in events:

@@ -8,11 +8,11 @@ scales and masks beside them. What follows from these (recorded scales, offsets,
 from __future__ import annotations
 
 import os
+import pickletools
 import re
 import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,12 @@ _PREFIX = "module."
 _SHOWN = 4
 _MOST_GROWTH = 16
 """A checkpoint that is larger than its file by this factor is refused; one that someone compressed is not."""
+_ZIP = b"PK\x03\x04"
+"""What a checkpoint begins with that torch reads as a zip archive."""
+_OLD_FORMAT_PICKLES = 4
+"""A checkpoint that is no zip archive begins with so many: a magic number, a version, the machine and the content."""
+_NUMBERS = frozenset({"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"})
+"""The opcodes of a pickle that hold a whole number."""
 
 
 def load_state(model: nn.Module, file: str | os.PathLike[str], name: str | None) -> None:
@@ -77,7 +83,7 @@ def _read(file: str | os.PathLike[str], name: str | None) -> dict[str, Any]:
     if not os.path.exists(path):  # noqa: PTH110  the path as the user gave it
         raise MissingFileError(f"{path} does not exist; expected a checkpoint")
     try:
-        _refuse_zip_bomb(path)
+        _refuse_bomb(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         what = next(iter(str(error).splitlines()), "no more is known")
@@ -102,12 +108,42 @@ def _read(file: str | os.PathLike[str], name: str | None) -> dict[str, Any]:
     return dict(content)
 
 
-def _refuse_zip_bomb(path: str) -> None:
-    """Refuse a file that becomes many times larger in memory: torch.save compresses nothing."""
-    with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
-        size = sum(entry.file_size for entry in archive.infolist())
-        if size > _MOST_GROWTH * os.path.getsize(path):  # noqa: PTH202  the path as the user gave it
-            raise ValueError(f"it would take {gibibytes(size)} of memory")
+def _refuse_bomb(path: str) -> None:
+    """Refuse a file that becomes many times larger in memory, before torch reads it: torch.save compresses nothing."""
+    most = _MOST_GROWTH * os.path.getsize(path)  # noqa: PTH202  the path as the user gave it
+    with open(path, "rb") as stream:  # noqa: PTH123  as above
+        if stream.read(len(_ZIP)) != _ZIP:
+            stream.seek(0)
+            for _ in range(_OLD_FORMAT_PICKLES):
+                _refuse_claims(stream, most)
+            return
+    with zipfile.ZipFile(path) as archive:
+        _refuse_more(sum(entry.file_size for entry in archive.infolist()), most)
+        for name in archive.namelist():
+            if name.endswith(".pkl"):
+                with archive.open(name) as stream:
+                    _refuse_claims(stream, most)
+
+
+def _refuse_claims(stream: IO[bytes], most: int) -> None:
+    """Refuse a pickle that asks for more bytes than a file of its size can fill; nothing in it is run.
+
+    A tensor refers to a storage by a tuple whose last number counts the elements: at least so many bytes. A bytearray
+    is made of zeros by its length alone, which may have been written anywhere before; no ``state_dict`` holds one.
+    """
+    number = 0
+    for opcode, value, _ in pickletools.genops(stream):
+        if opcode.name in _NUMBERS:
+            number = value or 0
+        elif opcode.name == "BINPERSID":
+            _refuse_more(number, most)
+        elif opcode.name == "BYTEARRAY8" or (opcode.name == "GLOBAL" and str(value).endswith(" bytearray")):
+            raise ValueError("it holds a bytearray, which may be of any size")
+
+
+def _refuse_more(size: int, most: int) -> None:
+    if size > most:
+        raise ValueError(f"it would take {gibibytes(size)} of memory")
 
 
 def _is_plain(value: object) -> bool:
