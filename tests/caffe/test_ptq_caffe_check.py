@@ -6,14 +6,16 @@ import logging
 
 import numpy as np
 import pytest
-from ptq_caffe_flow import batch, text_flow
+from ptq_caffe_flow import batch, forward, text_flow
 
+import amct_caffe
 from amct.caffe import pycaffe as caffe
 from amct.caffe import quantize
 from amct.caffe.model import CaffeModel
 from amct.caffe.ptq import save
 from amct.errors import ExportError
 from amct.export.check.batch import batch_path, read_batch
+from amct.extend import CaffeLayer, register_caffe_layer, unregister_caffe_layer
 from amct.model.quant_json import read_quant_json
 
 NET = """
@@ -62,6 +64,27 @@ def test_the_numbers_are_those_of_the_pairs(flow):
         sqnr = 10 * np.log10((expected**2).sum() / ((expected - got) ** 2).sum())
         assert checks[pair[0].name].sqnr == pytest.approx(sqnr, abs=0.01)
     assert checks["net_qdq_model.onnx"].speed > 0
+
+
+def test_a_layer_that_only_the_users_caffe_has(flow, lines):
+    """It is unknown here, and the user's Caffe calibrates; a class registered meanwhile stands for that Caffe."""
+    flow.model.write_text(NET.replace('"ReLU"', '"OnlyThere"'))
+    graph = flow.configure().prepare()
+
+    @register_caffe_layer("OnlyThere")
+    class OnlyThere(CaffeLayer):
+        """Half of the data."""
+
+        def forward(self, bottoms, _):
+            return [bottoms[0] / 2]
+
+    forward(flow.net(*flow.modified), 2)
+    unregister_caffe_layer("OnlyThere")
+    amct_caffe.save_model(graph, "Both", str(flow.prefix))
+    assert checks_of(flow) == {}
+    assert "the saved files are not checked: layer types OnlyThere are unknown here" in lines.text
+    for kind in ("fake_quant", "deploy"):
+        assert "OnlyThere" in flow.result_files(kind)[0].read_text()
 
 
 def test_a_written_pair_that_is_the_simulation_runs_instead_of_it(flow, monkeypatch):

@@ -112,14 +112,14 @@ Histogram::Histogram(int bits, size_t enough)
   limits_[0] = limits_[1] = 1u << shift_;  // the bin of zero never belongs to a tail
 }
 
-void Histogram::Count(uint32_t pattern, int64_t weight) {
+inline void Histogram::Count(uint32_t pattern, int64_t weight) {
   std::vector<int64_t>& block = counts_[pattern >> kMantissa];
   const size_t size = static_cast<size_t>(1) << (kMantissa - shift_);
   if (block.empty()) block.resize(size);
   block[(pattern >> shift_) & (size - 1)] += weight;
 }
 
-void Histogram::Keep(uint32_t pattern) {
+inline void Histogram::Keep(uint32_t pattern) {
   const uint32_t magnitude = pattern & ~kSign;
   const int sign = pattern >= kSign;
   if (magnitude < limits_[sign]) return;
@@ -127,15 +127,20 @@ void Histogram::Keep(uint32_t pattern) {
   if (outer_[sign].size() > 16 * tail_) TrimTails();
 }
 
-// Most blocks hold no value beyond the limits, which the largest magnitude tells at once.
+// Most blocks hold no value beyond the limits, which the largest magnitude of each sign tells at once: after a ReLU there
+// is none of one sign, whose limit never rises.
 void Histogram::KeepOuter(const float* values, size_t count) {
   for (size_t begin = 0; begin < count; begin += kBlock) {
-    const size_t end = std::min(count, begin + kBlock);
-    uint32_t patterns[kBlock], largest = 0;
-    std::memcpy(patterns, values + begin, (end - begin) * sizeof(float));
-    for (size_t i = 0; i < end - begin; ++i) largest = std::max(largest, patterns[i] & ~kSign);
-    if (largest < std::min(limits_[0], limits_[1])) continue;
-    for (size_t i = 0; i < end - begin; ++i) Keep(patterns[i]);
+    const size_t size = std::min(count - begin, kBlock);
+    int32_t patterns[kBlock], positive = 0, negative = 0;
+    std::memcpy(patterns, values + begin, size * sizeof(float));
+    for (size_t i = 0; i < size; ++i) {
+      const int32_t sign = patterns[i] >> 31;  // all bits, or none
+      positive = std::max(positive, patterns[i] & ~sign);
+      negative = std::max(negative, patterns[i] & sign & 0x7fffffff);
+    }
+    if (static_cast<uint32_t>(positive) < limits_[0] && static_cast<uint32_t>(negative) < limits_[1]) continue;
+    for (size_t i = 0; i < size; ++i) Keep(patterns[i]);
   }
 }
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from amct.caffe.comparing import QuantizedFiles, compared_nets
+from amct.caffe.engine.layer import find_layer_class
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import run_net
 from amct.caffe.proto_merge import CustomSchema
@@ -53,8 +54,17 @@ def reference_beside(record_file: Path, results: Results) -> Reference | None:
     """Run the float net and the fake-quant net on the batch kept beside a record, or on random inputs.
 
     Returns:
-        The outputs; None if the net does not run on random inputs, such as one that selects boxes. The log says so.
+        The outputs; None if the net does not run on random inputs, such as one that selects boxes, or has layers that
+        only the user's own Caffe has, which calibrated it. The log says so.
     """
+    unknown = sorted({layer.type for layer in results.folded_model.layers if find_layer_class(layer.type) is None})
+    if unknown:
+        logger.warning(
+            "the saved files are not checked: layer types %s are unknown here, so the files run in your own Caffe "
+            "only; classes given to amct.extend.register_caffe_layer run them here too",
+            ", ".join(unknown),
+        )
+        return None
     net = results.folded_model.build(())
     shapes = {net.graph.blob_names[index]: net.graph.blobs[index].shape for index in net.graph.inputs}
     found = read_batch(record_file)
