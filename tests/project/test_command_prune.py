@@ -43,7 +43,7 @@ def test_prune_writes_files_and_says_what_was_removed(folder, capsys):
     assert found["channels"] == {"0": [16, 8], "2": [4, 4]}
     assert found["left_as_they_are"] == {"2": "its channels are an output of the model"}
     names = {path.name for path in (folder / "out").iterdir()}
-    assert names == {"n_deploy_model.onnx", "n_quant.json", "n_record.txt", "n_report.html", "n_state.pth"}
+    assert names == {"n_float_model.onnx", "n_quant.json", "n_record.txt", "n_report.html", "n_state.pth"}
 
 
 @pytest.mark.usefixtures("folder")

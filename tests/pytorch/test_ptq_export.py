@@ -104,6 +104,7 @@ def test_other_opsets_are_refused(opset, quantized_small, tmp_path):
     ("arguments", "message"),
     [
         ({"formats": ["onnx"]}, r'formats: "onnx" is unknown\..*Choose from deploy, fake_quant, qdq'),
+        ({"formats": ["float"]}, r'formats: "float" is unknown\..*Choose from deploy, fake_quant, qdq'),
         ({"placement": "faster"}, "placement: expected one of fast, exact, auto, got 'faster'"),
         ({"target": "avx"}, "target: expected one of portable, vnni, exact8, got 'avx'"),
     ],

@@ -41,7 +41,7 @@ from amct.export.onnx.kept_weights import (
     tensor_array,
     with_values,
 )
-from amct.export.request import RECORD, ExportOptions
+from amct.export.request import FLOAT, RECORD, ExportOptions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -183,11 +183,13 @@ class Format:
         exporter: Exports a model.
         file_name: The file name after the prefix.
         is_own: Whether the exporter is one of this package, which reads weights beside the model.
+        is_choice: Whether a user can ask for it by name.
     """
 
     exporter: Exporter
     file_name: str
     is_own: bool = False
+    is_choice: bool = True
 
 
 _FORMATS: dict[str, Format] = {}
@@ -222,7 +224,7 @@ def check_formats(names: Iterable[str]) -> None:
     Raises:
         ArgumentError: a name is unknown.
     """
-    known = (*_FORMATS, RECORD)
+    known = (*(name for name, format_ in _FORMATS.items() if format_.is_choice), RECORD)
     for name in names:
         if name not in known:
             raise ArgumentError(
@@ -242,7 +244,8 @@ def export(name: str, request: ExportRequest, *, keep_weights: bool = False) -> 
         ArgumentError: the format is unknown.
         ExportError: the model cannot be exported.
     """
-    check_formats([name])
+    if name != FLOAT:
+        check_formats([name])
     chosen = _FORMATS[name]
     if chosen.is_own:
         request = replace(request, kept=KeptWeights() if keep_weights else None)
@@ -286,6 +289,7 @@ def _export_qdq(request: ExportRequest) -> ExportedModel:
 
 for _name, _exporter in (("deploy", _export_deploy), ("fake_quant", _export_fake_quant), ("qdq", _export_qdq)):
     _FORMATS[_name] = Format(exporter=_exporter, file_name=f"{_name}_model.onnx", is_own=True)
+_FORMATS[FLOAT] = Format(exporter=_export_fake_quant, file_name=f"{FLOAT}_model.onnx", is_own=True, is_choice=False)
 
 
 # -- their files -------------------------------------------------------------------------------------------------------

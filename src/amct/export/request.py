@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 RECORD = "record"
 """The name under which ``save`` accepts the factors among the formats."""
+FLOAT = "float"
+"""The format of a model that is not quantized, such as a pruned one; a quantized model has no such file."""
 DEFAULT_FORMATS = ("qdq", "deploy", "fake_quant", RECORD)
 """The default formats of ``QuantizedModel.save``."""
 OPSETS = range(16, 22)

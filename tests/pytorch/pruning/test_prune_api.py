@@ -105,7 +105,7 @@ def test_save_report_and_restore(net, tmp_path):
     result = amct.pytorch.prune(model, batches[0], batches=batches)
     files = result.save(tmp_path / "net")
     assert [file.name for file in files] == [
-        "net_deploy_model.onnx", "net_state.pth", "net_record.txt", "net_quant.json",
+        "net_float_model.onnx", "net_state.pth", "net_record.txt", "net_quant.json",
     ]  # fmt: skip
     session = onnxruntime.InferenceSession(str(files[0]))
     (found,) = session.run(None, {session.get_inputs()[0].name: batches[0].numpy()})
@@ -122,7 +122,7 @@ def test_save_report_and_restore(net, tmp_path):
         "spread",
         "parameters",
         "onnxruntime",
-        "net_deploy_model.onnx",
+        "net_float_model.onnx",
         "c3",
         "<td>its channels",
     ):
@@ -353,7 +353,7 @@ def test_quant_json_of_pruned_models_is_read_again(net, tmp_path):
         amct.pytorch.prune(model, batches[0]).save(tmp_path / name)
     documents = [tmp_path / "one_quant.json", tmp_path / "other_quant.json"]
     assert set(read_quant_json(documents[1]).files) == {
-        "other_deploy_model.onnx",
+        "other_float_model.onnx",
         "other_state.pth",
         "other_record.txt",
     }

@@ -43,6 +43,7 @@ from amct.export.check.losses import (
 from amct.export.check.running import BUDGET, LoadedModel, Speed, outputs_in_parts, speed_apart, speed_of, timed_inputs
 from amct.export.onnx.kept_weights import KeptWeights, read_parts
 from amct.export.onnx.messages import parameter_bytes
+from amct.export.request import FLOAT
 from amct.memory import LARGE_MODEL
 from amct.model.quant_json import FileCheck
 
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OWN_FORMATS = ("qdq", "deploy", "fake_quant")
+OWN_FORMATS = ("qdq", "deploy", "fake_quant", FLOAT)
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 _PACKED_BITS = 4
 FEW_BYTES = 16_000_000
@@ -378,7 +379,7 @@ def _runnable(file: FileToCheck, kept: KeptWeights) -> ModelProto | Path:
     """
     if file.format == "deploy":
         return standard_model(read_parts(file.path, kept), packed=_packed(file), kept=kept)
-    if file.format == "fake_quant" and file.path.stat().st_size >= LARGE_MODEL:
+    if file.format in ("fake_quant", FLOAT) and file.path.stat().st_size >= LARGE_MODEL:
         return read_parts(file.path, kept, in_file=True)
     return file.path
 

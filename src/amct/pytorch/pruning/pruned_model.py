@@ -14,7 +14,7 @@ from markupsafe import Markup
 from amct import atomic
 from amct.errors import ArgumentError
 from amct.export.check.running import LoadedModel, median_seconds
-from amct.export.request import SavePath, check_opset
+from amct.export.request import FLOAT, SavePath, check_opset
 from amct.printable import escaped, printable, shortened
 from amct.pytorch.inputs import torch_batches
 from amct.pytorch.pruning.saving import FloatFiles, float_model, onnx_feeds, save_float, traced_plain
@@ -96,7 +96,7 @@ class PrunedModel:
         return str(Markup("<pre>{}</pre>").format(self.summary()))
 
     def save(self, path: str | os.PathLike[str], *, opset: int | None = None) -> list[Path]:
-        """Write ``<path>_deploy_model.onnx``, ``<path>_record.txt``, ``<path>_state.pth`` and ``<path>_quant.json``.
+        """Write ``<path>_float_model.onnx``, ``<path>_record.txt``, ``<path>_state.pth`` and ``<path>_quant.json``.
 
         The ONNX file is float, with batch norms folded and removed weights zero; it is run and compared with the model.
         The state is that of ``model``, for ``restore_pruned``.
@@ -123,7 +123,7 @@ class PrunedModel:
             self.io,
             FloatFiles(
                 record=self._latest_record(),
-                formats=("deploy",),
+                formats=(FLOAT,),
                 others={STATE_FILE: stream.getvalue()},
                 opset=opset,
             ),
