@@ -16,6 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, save_model
 from PIL import Image
 
+import amct.pytorch
 from amct.cli import main
 
 PROTOTXT = """\
@@ -177,15 +178,20 @@ def test_a_report_from_the_files(kind, tmp_path, capsys):
         assert re.sub(r"\d+:\d+ \w+</p>", "", again) == re.sub(r"\d+:\d+ \w+</p>", "", text)  # but for the minute
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_file_of_a_fixed_batch_size_gets_full_batches(capsys, caplog):
-    models, _, _ = MODELS["PyTorch"]  # calibrated with two samples at once
-    np.save("five.npy", np.load("bare.npy")[:5])
-    assert main(["compare", *models, "--data", "five.npy", "--json"]) == 0
+def test_a_file_of_a_fixed_batch_size_gets_full_batches(capsys, caplog, monkeypatch, folder):
+    monkeypatch.syspath_prepend(str(folder))
+    from my_nets_of_compare_test import build
+
+    data = np.load("bare.npy")
+    amct.pytorch.quantize(build(), [data[:2]], io=amct.pytorch.IoOptions(dynamic_axes={})).save("out/fixed")
+    np.save("five.npy", data[:5])
+    caplog.clear()
+    capsys.readouterr()
+    assert main(["compare", "my_nets_of_compare_test:build", "out/fixed", "--data", "five.npy", "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["batches"] == 2
-    assert "1 samples are left out: the model takes 2 at once" in caplog.text
-    assert "[AMCT][WARNING]1 samples are left out" in printed.err  # although a command before showed errors only
+    assert "left out, as the model takes 2 at once: 1 sample" in caplog.text
+    assert "[AMCT][WARNING]left out, as the model takes 2 at once: 1 sample" in printed.err  # although a command before showed errors only
 
 
 # ------------------------------------------------------------------ bad input

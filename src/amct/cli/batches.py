@@ -13,6 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from amct.errors import ArgumentError, CalibrationError
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ def full_batches(batches: Iterable[Any], size: int | None, source: Path, *, firs
         if size is not None and length < size:
             if count == 0:
                 raise CalibrationError(f"{source}: the model takes {size} samples at once, there are {length}")
-            logger.warning("%d samples are left out: the model takes %d at once", length, size)
+            logger.warning("left out, as the model takes %d at once: %s", size, counted(length, "sample"))
             return
         yield batch
 
