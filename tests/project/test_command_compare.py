@@ -191,7 +191,8 @@ def test_a_file_of_a_fixed_batch_size_gets_full_batches(capsys, caplog, monkeypa
     printed = capsys.readouterr()
     assert json.loads(printed.out)["batches"] == 2
     assert "left out, as the model takes 2 at once: 1 sample" in caplog.text
-    assert "[AMCT][WARNING]left out, as the model takes 2 at once: 1 sample" in printed.err  # although a command before showed errors only
+    # although a command before showed errors only
+    assert "[AMCT][WARNING]left out, as the model takes 2 at once: 1 sample" in printed.err
 
 
 # ------------------------------------------------------------------ bad input
