@@ -41,10 +41,10 @@ def quantize_weight_cancelling_errors(weight: Tensor, qparams: QParams, kind: We
         CalibrationError: the weight holds NaN.
         ArgumentError: the parameters do not fit the weight.
     """
-    nearest = quantize_weight(weight, qparams, kind, groups)
-    if bool(qparams.offset.any()):
-        return nearest  # errors are cancelled on symmetric grids only
     rows = channels_first(weight.detach(), kind, groups)
+    is_refused = not 2 <= qparams.bits <= 8 or bool(torch.aminmax(rows).max.isnan())
+    if is_refused or bool(qparams.offset.any()):  # errors are cancelled on symmetric grids only
+        return quantize_weight(weight, qparams, kind, groups)
     scale = qparams.per_row(rows.shape[0]).scale
     kernels = rows.reshape(rows.shape[0], -1, math.prod(weight.shape[2:]))
     return from_channels_first(
