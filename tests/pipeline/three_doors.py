@@ -52,6 +52,16 @@ def torch_network():
     return model
 
 
+def uneven_network():
+    """The same network with one channel, between ``depthwise`` and ``pointwise``, 100 times as large as the others."""
+    model = torch_network()
+    with torch.no_grad():
+        model.bn2.weight[2] *= 100
+        model.bn2.bias[2] *= 100
+        model.pointwise.weight[:, 2] /= 100
+    return model
+
+
 def arrays(model):
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 

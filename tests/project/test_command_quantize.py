@@ -185,13 +185,6 @@ def test_quantize_an_equalized_caffe_pair(folder, capsys):
     assert json.loads((folder / "out/net_quant.json").read_text())["equalized"] == ["conv"]
 
 
-def test_equalize_with_a_goal_is_for_caffe(folder, capsys):
-    arguments = ["my_nets_of_quantize_test:build", "--data", "data.npy", "-o", "out/net", "--equalize"]
-    assert main(["quantize", *arguments, "--min-sqnr", "20"]) == 2
-    assert "--equalize with a goal is for Caffe models" in capsys.readouterr().err
-    assert not (folder / "out").exists()
-
-
 def test_quantize_a_torch_reference(folder):
     arguments = [
         "quantize",

@@ -6,8 +6,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from three_doors import caffe_pair, onnx_file, uneven_network
 from torch import nn
 
+import amct.caffe
 import amct.onnx_model
 import amct.pytorch
 from amct.cli import main
@@ -125,6 +127,33 @@ def test_a_planted_fault_is_named(fault):
 def test_a_healthy_model_has_no_cause():
     found = amct.pytorch.diagnose(net(), list(DATA.split(8)), [pictures()])
     assert not [each for each in found.causes if "sensitive" not in each.name], str(found)
+
+
+@pytest.mark.parametrize("door", ["pytorch", "onnx", "caffe"])
+def test_every_door_names_the_channel_and_equalizes_it(door, tmp_path):
+    model = uneven_network()
+    batches = [np.random.default_rng(seed).normal(0.2, 1.0, (4, 3, 8, 8)).astype(np.float32) for seed in range(8)]
+    if door == "pytorch":
+        batches = [torch.from_numpy(each) for each in batches]
+        found = amct.pytorch.diagnose(model, batches[:4], batches[4:])
+    elif door == "onnx":
+        found = amct.onnx_model.diagnose(onnx_file(model, tmp_path), batches[:4], batches[4:])
+    else:
+        found = amct.caffe.diagnose(*caffe_pair(model, tmp_path), batches[:4], batches[4:])
+    assert (found.causes[0].name, found.causes[0].layer) == (OUTLIER_CHANNEL, "pointwise"), str(found)
+    (equalized,) = [each for each in found.remedies if each.equalize]
+    assert equalized.gain > 6, str(found)
+
+
+def test_what_cannot_be_tried_is_said():
+    model = net()
+    large_channel(model)
+    balanced = amct.pytorch.QuantConfig(layers={"fc2": amct.pytorch.LayerConfig(migration_strength=0.5)})
+    found = amct.pytorch.diagnose(model, list(DATA.split(8)), [pictures()], balanced)
+    (name,) = found.impossible  # equalization and DMQ, which another layer has here, do not go together
+    assert name == "equalize channels of all layers"
+    assert "dmq_balancer and equalize" in found.impossible[name]
+    assert f"skipped {name}: " in str(found)
 
 
 def test_the_command_writes_the_config_of_the_best_remedy(tmp_path, capsys):

@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from three_doors import caffe_pair, onnx_file, torch_network
+from onnxruntime import InferenceSession
+from three_doors import caffe_pair, onnx_file, torch_network, uneven_network
 
 import amct.caffe
 import amct.onnx_model
@@ -24,13 +25,15 @@ def labels():
         return torch_network()(torch.from_numpy(PICTURES)).argmax(1).numpy()
 
 
-def quantize_to(door, folder, labelled, **options):
+def quantize_to(door, folder, labelled, model=None, **options):
     """The same search through one of the doors."""
-    model = torch_network()
+    model = model or torch_network()
     if door == "pytorch":
         tensors = [torch.from_numpy(batch) for batch in CALIBRATION]
         if isinstance(labelled[0], tuple):
             labelled = [tuple(map(torch.from_numpy, each)) for each in labelled]
+        else:
+            labelled = [torch.as_tensor(each) for each in labelled]
         return amct.pytorch.quantize_to(model, tensors, labelled, **options)
     if door == "onnx":
         return amct.onnx_model.quantize_to(onnx_file(model, folder), CALIBRATION, labelled, **options)
@@ -68,11 +71,23 @@ def test_the_certificate_is_about_the_file(door, tmp_path):
     """The drop of the saved QDQ file on all samples is that of both parts."""
     found = quantize_to(door, tmp_path, batches(4), max_drop=5.0, choices=("float", "int8", "int4"))
     saved = found.save(tmp_path / "net", formats=["qdq"])
-    session = pytest.importorskip("onnxruntime").InferenceSession(str(saved[0]))
+    session = InferenceSession(str(saved[0]))
     name = session.get_inputs()[0].name
     hits = np.concatenate([session.run(None, {name: x})[0].argmax(1) == y for x, y in batches(4)])
     order = np.random.default_rng(0).permutation(len(PICTURES))[300:]
     assert 1 - hits[order].mean() == pytest.approx(found.certificate.loss, abs=1 / 300)
+
+
+@pytest.mark.parametrize("door", ["pytorch", "onnx", "caffe"])
+def test_a_search_begins_with_equalized_channels(door, tmp_path):
+    model, pictures = uneven_network(), [PICTURES[i : i + 4] for i in range(0, 64, 4)]
+    losses = [
+        quantize_to(
+            door, tmp_path, pictures, model=model, min_sqnr=1.0, choices=("int8",), equalize=equalize
+        ).certificate.loss
+        for equalize in (False, True)
+    ]
+    assert losses[1] < losses[0] / 4  # 6 dB
 
 
 @pytest.mark.parametrize("door", ["pytorch", "onnx", "caffe"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -194,11 +194,7 @@ def diagnose(
     Raises:
         AmctError: the subclass tells whether model, config or data are invalid.
     """
-
-    def again(batches: object, settings: Mapping[str, Any]) -> QuantizedModel:
-        return quantize(model, weights, batches, dict(settings))
-
-    return find_causes(quantize(model, weights, calibration_data, config), data, again, calibration_data)
+    return find_causes(partial(quantize, model, weights), calibration_data, data, config)
 
 
 class CaffePreparation:

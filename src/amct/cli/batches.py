@@ -90,6 +90,7 @@ def onnx_data(model: str, options: DataOptions) -> DataBatches:
     Raises:
         AmctError: The model or the data cannot be read, or they do not fit together.
     """
+    from amct.export.onnx.messages import fixed_batch_size
     from amct.onnx_model.reading import input_shape, read_model
 
     proto = read_model(model).model
@@ -136,14 +137,6 @@ def named_batches(names: Sequence[str], options: DataOptions, size: int | None =
         lambda: f"{file_fingerprint(options.data)} {options.batch_size} {options.batches}",
         lambda: DataFacts(samples=samples, batch_size=options.batch_size),
     )
-
-
-def fixed_batch_size(proto: ModelProto) -> int | None:
-    """Return the fixed batch size of a model; None if it is dynamic."""
-    from amct.onnx_model.reading import input_shape
-
-    shape = input_shape(proto, proto.graph.input[0].name)
-    return shape[0] if shape and isinstance(shape[0], int) else None
 
 
 def is_plain(proto: ModelProto) -> bool:

@@ -238,7 +238,7 @@ _RUNS: dict[ModelKind, Any] = {ModelKind.CAFFE: _run_caffe, ModelKind.ONNX: _run
 
 def _fixed_batch_size(model_file: str) -> int | None:
     """Return the fixed batch size of the quantized model; None if it is dynamic."""
-    from amct.cli.batches import fixed_batch_size
+    from amct.export.onnx.messages import fixed_batch_size
     from amct.onnx_model.reading import read_model
 
     return fixed_batch_size(read_model(model_file, "QUANT", allow_quantized=True).model)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from amct.cli.model_layers import ONNX_ENDING
+from amct.cli.front_door import front_door
 from amct.cli.model_pair import check_file
 from amct.cli.options import MODEL_HELP, DataOptions, JsonOption, takes_data
 from amct.cli.own_layers import OwnLayers, takes_own_layers
@@ -18,6 +18,7 @@ from amct.errors import ArgumentError
 from amct.log import few_lines
 
 if TYPE_CHECKING:
+    from amct.cli.front_door import FrontDoor
     from amct.search.doctor import Diagnosis
 
 MOST_BATCHES = 64
@@ -51,56 +52,44 @@ def doctor(  # noqa: PLR0913  the options of a command
             check_file(str(config))
         data.check()
         found = _diagnosed(model, weights, data, config, calibration)
-    if output is not None and found.remedies:
+    best = next((each for each in found.remedies if each.gain > 0), None)
+    if output is not None and best is not None:
         from amct import atomic
 
-        atomic.write_text(output, json_text(found.remedies[0].config) + "\n")
+        atomic.write_text(output, json_text(best.config) + "\n")
     if as_json:
         show_json(asdict(found))
         return
     show(str(found))
-    if output is not None and found.remedies:
-        show(f"wrote   {output}: {found.remedies[0].name}")
+    if output is not None and best is None:
+        show(f"no remedy helps: {output} is not written")
+    elif best is not None and output is not None:
+        show(f"wrote   {output}: {best.name}{', together with --equalize' if best.equalize else ''}")
 
 
 def _diagnosed(
     model: str, weights: Path | None, data: DataOptions, config: Path | None, calibration: Path | None
 ) -> Diagnosis:
     """Calibrate with one part of the data, and look at the other."""
-    from amct.cli.batches import fixed_batch_size
-    from amct.cli.search import door_of
-
-    _, fitted, convert, batch = door_of(model, weights, data)
-    if weights is None and model.endswith(ONNX_ENDING):
-        from amct.onnx_model.reading import read_model
-
-        batch = fixed_batch_size(read_model(model).model) or batch
-    seen = _batches(fitted, batch, convert)
+    door = front_door(model, weights, data)
+    seen = _batches(door, door.data)
     if calibration is not None:
-        own = _batches(replace(fitted, data=calibration), batch, convert)
+        own = _batches(door, replace(door.data, data=calibration))
     else:
         own, seen = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     if not own or not seen:
-        raise ArgumentError(f"{data.data}: expected at least two batches of {batch}; give more data or --calibration")
-    if weights is not None:
-        import amct.caffe
-
-        return amct.caffe.diagnose(model, weights, own, seen, config)
-    if model.endswith(ONNX_ENDING):
-        import amct.onnx_model
-
-        return amct.onnx_model.diagnose(model, own, seen, config)
-    import amct.pytorch
-    from amct.cli.model_layers import load_reference
-
-    return amct.pytorch.diagnose(load_reference(model), own, seen, config)
+        raise ArgumentError(
+            f"{data.data}: expected at least two batches of {door.batch_size}; give more data or --calibration"
+        )
+    return door.diagnose(own, seen, config)
 
 
-def _batches(data: DataOptions, size: int, convert: Any) -> list[Any]:  # noqa: ANN401  a function of an array
+def _batches(door: FrontDoor, data: DataOptions) -> list[Any]:
     from itertools import islice
 
     from amct.data import StoredBatches
 
+    size = door.batch_size
     stored: StoredBatches = replace(data, batch_size=size).stored()
-    found = [convert(batch) for batch in islice(stored, 2 * MOST_BATCHES)]
+    found = [door.converted(batch) for batch in islice(stored, 2 * MOST_BATCHES)]
     return [batch for batch in found if len(batch) == size] or found

@@ -117,7 +117,7 @@ def quantize(  # noqa: PLR0913  the options of a command
     files = _Files(_prefix(output), report, formats, placement, target, opset, run_files=not no_check)
     with few_lines():
         own.refuse_unless_caffe(weights is not None)
-        _check_options(model, weights, config, part, equalize=equalize and goal.is_given)
+        _check_options(model, weights, config, part)
         _check_adaround(adaround, has_modes=_is_torch(model, weights) and not goal.is_given)
         _check_level(fail_on, run_files=files.run_files)
         goal.check()
@@ -153,9 +153,7 @@ def quantize(  # noqa: PLR0913  the options of a command
         raise typer.Exit(FAILED)
 
 
-def _check_options(model: str, weights: Path | None, config: Path | None, part: str | None, *, equalize: bool) -> None:
-    if equalize and weights is None:
-        raise ArgumentError("--equalize with a goal is for Caffe models, a prototxt with a caffemodel; leave it out")
+def _check_options(model: str, weights: Path | None, config: Path | None, part: str | None) -> None:
     if part is not None and not _is_torch(model, weights):
         raise ArgumentError("--part is for PyTorch models, a Python reference to a factory; leave it out")
     _check_model(model, weights)

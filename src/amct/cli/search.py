@@ -1,4 +1,4 @@
-"""The options with which ``amct quantize`` searches for settings, ``amct certificate`` and ``amct doctor``."""
+"""The options with which ``amct quantize`` searches for settings, and ``amct certificate``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from amct.cli.batches import DataBatches, fixed_batch_size
-from amct.cli.model_layers import ONNX_ENDING, check_reference, import_module
+from amct.cli.batches import DataBatches
+from amct.cli.front_door import front_door
+from amct.cli.model_layers import check_reference, import_module
 from amct.cli.model_pair import check_file
 from amct.cli.options import JsonOption, with_options_of
 from amct.cli.printing import show, show_json
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from amct.cli.front_door import FrontDoor
     from amct.cli.options import DataOptions
     from amct.export.request import SavePath
     from amct.model.certificate import Certificate
@@ -171,10 +173,11 @@ def _labels_of(path: Path) -> dict[str, int]:
     return found
 
 
-def _split(data: DataOptions, goal: GoalOptions, convert: Callable[[Any], Any], batch: int) -> _Split:
+def _split(door: FrontDoor, goal: GoalOptions) -> _Split:
     """Divide the samples by the seed."""
     import numpy as np
 
+    data, convert, batch = door.data, door.converted, door.batch_size
     values, labels = _read(data, goal.labels)
     order = np.random.default_rng(goal.seed).permutation(len(values))
     count = min(MOST_CALIBRATION, max(batch, len(values) // CALIBRATION_SHARE))
@@ -222,7 +225,7 @@ def search_settings(  # noqa: PLR0913  the options of the command
         where: Where the files go.
         save: Writes the best model so far.
         resume: Whether a search that was killed goes on.
-        equalize: Caffe: whether channels are equalized first.
+        equalize: Whether channels are equalized first.
         part: The part of a PyTorch model.
     """
     journal = where.file("search.jsonl")
@@ -237,16 +240,16 @@ def search_settings(  # noqa: PLR0913  the options of the command
         "resume": journal,
         "on_best": save,
     }
-    door, data, convert, batch = door_of(model, weights, data, equalize=equalize, part=part)
+    door = front_door(model, weights, data, part=part)
     if point is not None:
         goal = replace(goal, seed=point[2])
-    split = _split(data, goal, convert, batch)
+    split = _split(door, goal)
     if point is not None:
-        quantized = door(split.calibration, None, point[0], None)
+        quantized = door.quantize(split.calibration, point[0], equalize=equalize)
         quantized.history, quantized.certificate = point[1], point[3]
         return quantized, in_memory(split.calibration)
     labelled = None if goal.evaluate is not None else split.search
-    quantized = door(split.calibration, labelled, config, options)
+    quantized = door.quantize_to(split.calibration, labelled, config=config, equalize=equalize, **options)
     _write_points(where, quantized)
     return quantized, in_memory(split.calibration)
 
@@ -258,60 +261,6 @@ def in_memory(batches: list[Any]) -> FirstBatches:
     return FirstBatches(
         DataBatches(lambda first, step: iter(batches[first::step]), lambda: len(batches), lambda: "", reads_ahead=False)
     )
-
-
-def door_of(
-    model: str, weights: Path | None, data: DataOptions, *, equalize: bool = False, part: str | None = None
-) -> tuple[Callable[..., QuantizedModel], DataOptions, Callable[[Any], Any], int]:
-    """How a model is quantized from data, a search and a config, the data as it wants it, and its batch size."""
-    if weights is not None:
-        import amct.caffe
-        from amct.caffe.prototxt import input_shapes
-
-        shapes = input_shapes(model)
-        _refuse_several(len(shapes))
-        data = data.fitting(next(iter(shapes.values()), ()), "bgr")
-
-        def caffe(calibration: Any, labelled: Any, config: Any, options: Any) -> QuantizedModel:  # noqa: ANN401
-            if options is None:
-                return amct.caffe.quantize(model, weights, calibration, config, equalize=equalize)
-            return amct.caffe.quantize_to(
-                model, weights, calibration, labelled, config=config, equalize=equalize, **options
-            )
-
-        return caffe, data, lambda batch: batch, data.batch_size
-    if model.endswith(ONNX_ENDING):
-        import amct.onnx_model
-        from amct.onnx_model.reading import input_shape, read_model
-
-        proto = read_model(model).model
-        _refuse_several(len(proto.graph.input))
-        data = data.fitting(input_shape(proto, proto.graph.input[0].name) or ())
-
-        def onnx(calibration: Any, labelled: Any, config: Any, options: Any) -> QuantizedModel:  # noqa: ANN401
-            if options is None:
-                return amct.onnx_model.quantize(model, calibration, config)
-            return amct.onnx_model.quantize_to(model, calibration, labelled, config=config, **options)
-
-        return onnx, data, lambda batch: batch, fixed_batch_size(proto) or data.batch_size
-    import torch
-
-    import amct.pytorch
-    from amct.cli.model_layers import load_reference
-
-    module = load_reference(model)
-
-    def pytorch(calibration: Any, labelled: Any, config: Any, options: Any) -> QuantizedModel:  # noqa: ANN401
-        if options is None:
-            return amct.pytorch.quantize(module, calibration, config, part=part)
-        return amct.pytorch.quantize_to(module, calibration, labelled, config=config, part=part, **options)
-
-    return pytorch, data.fitting(None), torch.from_numpy, data.batch_size
-
-
-def _refuse_several(inputs: int) -> None:
-    if inputs > 1:
-        raise ArgumentError("a search on the command line takes models with one input; use quantize_to in Python")
 
 
 def _point(where: SavePath, number: int) -> tuple[dict[str, Any], Any, int, Certificate]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -317,6 +317,7 @@ def quantize_to(
     *,
     config: AnyConfig = None,
     inputs: BatchInputs | None = None,
+    equalize: bool = False,
     **options: Unpack[SearchOptions],
 ) -> QuantizedModel:
     """Quantize an ONNX model to a goal: find the smallest or fastest settings that lose no more than allowed.
@@ -331,13 +332,14 @@ def quantize_to(
             ``min_sqnr``; nothing with ``evaluate``. Other samples than those of the calibration.
         config: As for ``quantize``, the settings to begin with; layers that it leaves float stay so.
         inputs: As for ``quantize``.
+        equalize: As for ``quantize``.
         options: The goal and the limits of the search, see ``SearchOptions``; ``evaluate`` gets a ModelProto.
 
     Raises:
         AmctError: The subclass tells whether model, config, data, goal or files are invalid.
     """
     request = SearchRequest.of(labelled, options, (FLOAT, INT8, INT16, INT4))
-    base = quantize(model, calibration_data, config, inputs=inputs)
+    base = quantize(model, calibration_data, config, inputs=inputs, equalize=equalize)
     return request.run(base, with_values(read_model(model).model), inputs)
 
 
@@ -363,8 +365,4 @@ def diagnose(
     Raises:
         AmctError: the subclass tells whether model, config or data are invalid.
     """
-
-    def again(batches: object, settings: Mapping[str, Any]) -> QuantizedModel:
-        return quantize(model, batches, dict(settings))
-
-    return find_causes(quantize(model, calibration_data, config), data, again, calibration_data)
+    return find_causes(partial(quantize, model), calibration_data, data, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,7 @@ from amct.search.doctor import diagnose as find_causes
 from amct.search.request import SearchRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -104,7 +105,7 @@ def quantize(  # noqa: PLR0913  most of them are optional
     return flow.quantize(door, calibration_data, config, inputs, resume)
 
 
-def quantize_to(
+def quantize_to(  # noqa: PLR0913  most of them are optional
     model: nn.Module,
     calibration_data: object,
     labelled: object = None,
@@ -113,6 +114,7 @@ def quantize_to(
     inputs: BatchInputs | None = None,
     io: IoOptions | None = None,
     part: str | None = None,
+    equalize: bool = False,
     **options: Unpack[SearchOptions],
 ) -> QuantizedModel:
     """Quantize a model to a goal: find the smallest or fastest settings of its layers that lose no more than allowed.
@@ -129,6 +131,7 @@ def quantize_to(
         inputs: as for ``quantize``.
         io: as for ``quantize``.
         part: as for ``quantize``.
+        equalize: as for ``quantize``.
         options: the goal and the limits of the search, see ``SearchOptions``: ``max_drop``, ``score``, ``evaluate``,
             ``choices``, ``minimize``, ``max_minutes``, ``max_evaluations``, ``seed``, ``certify`` and others.
 
@@ -136,7 +139,7 @@ def quantize_to(
         AmctError: the subclass tells whether config, model, data, goal or files are invalid.
     """
     request = SearchRequest.of(labelled, options)
-    base = quantize(model, calibration_data, config, inputs=inputs, io=io, part=part)
+    base = quantize(model, calibration_data, config, inputs=inputs, io=io, part=part, equalize=equalize)
     learned = learned_weights(base, request.choices)
     return request.run(base, model, inputs, learned)
 
@@ -163,11 +166,7 @@ def diagnose(
     Raises:
         AmctError: the subclass tells whether model, config or data are invalid.
     """
-
-    def again(batches: object, settings: Mapping[str, Any]) -> QuantizedModel:
-        return quantize(model, batches, dict(settings))
-
-    return find_causes(quantize(model, calibration_data, config), data, again, calibration_data)
+    return find_causes(partial(quantize, model), calibration_data, data, config)
 
 
 class TorchDoor:

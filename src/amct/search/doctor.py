@@ -8,9 +8,8 @@ layers only, and measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from amct import log
 from amct.errors import AmctError, CalibrationError, ExportError
 from amct.export.check.batch import KeptBatches
 from amct.export.check.losses import similarity_over
+from amct.export.onnx.messages import fixed_batch_size
 from amct.export.onnx.runtime import Runner
 from amct.numerics.affine import integer_range
 from amct.pipeline.sensitivity import layer_sensitivity
@@ -25,15 +25,22 @@ from amct.report.filling import input_key
 from amct.search.choices import FLOAT, INT16, plan_with, planned
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from numpy.typing import NDArray
-    from onnx import ModelProto
     from torch import Tensor
 
     from amct.config.plan import LayerPlan, Plan
+    from amct.config.python_config import AnyConfig
     from amct.pipeline.quantized_model import QuantizedModel
 
-Again = Callable[[Any, Mapping[str, Any]], "QuantizedModel"]
-"""Quantizes the same model anew: with the data that is given first and a full config."""
+
+class Quantizes(Protocol):
+    """Quantizes the model that is diagnosed."""
+
+    def __call__(self, batches: object, config: AnyConfig, /, *, equalize: bool = False) -> QuantizedModel:
+        """With some calibration data and settings."""
+
 
 OUTLIER_CHANNEL, CLIPPED, PER_TENSOR = "outlier channel", "clipped range", "per-tensor weights"
 FEW_SAMPLES, OTHER_SCALE = "too few calibration samples", "odd calibration samples"
@@ -79,6 +86,7 @@ class Remedy:
         cost: What it costs, for people.
         config: A full config that gives it.
         data: Whether the model must also be calibrated with the data that the diagnosis was made on.
+        equalize: Whether it must also be quantized with ``equalize=True`` (``--equalize``).
     """
 
     name: str
@@ -87,6 +95,7 @@ class Remedy:
     cost: str
     config: Mapping[str, Any]
     data: bool = False
+    equalize: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +106,13 @@ class Diagnosis:
         sqnr: Of the output of the simulation, in dB.
         causes: The worst first.
         remedies: The best first.
+        impossible: By remedy that cannot be had here: why.
     """
 
     sqnr: float
     causes: tuple[Cause, ...]
     remedies: tuple[Remedy, ...]
+    impossible: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"SQNR of the output: {self.sqnr:.1f} dB"]
@@ -111,22 +122,35 @@ class Diagnosis:
         if not self.causes:
             lines.append("no single cause: the noise comes from all layers alike")
         lines += [f"remedy  {each.name:<44} {each.gain:+6.1f} dB   {each.cost}" for each in self.remedies]
+        lines += [f"skipped {name}: {reason}" for name, reason in self.impossible.items()]
         return "\n".join(lines)
 
 
-def diagnose(quantized: QuantizedModel, data: object, again: Again, calibration: object) -> Diagnosis:
+@dataclass(frozen=True, kw_only=True)
+class _Trial:
+    """A remedy to be tried: its name, its cost, its plan, and what else differs."""
+
+    name: str
+    cost: str
+    plan: Plan
+    data: bool = False
+    equalize: bool = False
+
+
+def diagnose(quantize: Quantizes, calibration: object, data: object, config: AnyConfig = None) -> Diagnosis:
     """Find out why a quantized model is worse than it should be.
 
     Args:
-        quantized: The model.
-        data: Samples as the model will see them, of which the first 16 or so are used.
-        again: Quantizes the model anew.
+        quantize: Quantizes the model.
         calibration: The calibration data.
+        data: Samples as the model will see them, of which the first 16 or so are used.
+        config: The settings that are diagnosed.
 
     Raises:
         ExportError: The model has no ONNX form.
         CalibrationError: There is no data.
     """
+    quantized = quantize(calibration, config)
     kept = KeptBatches()
     for batch in quantized.prepared.batches(data):
         kept.notice(batch)
@@ -134,7 +158,7 @@ def diagnose(quantized: QuantizedModel, data: object, again: Again, calibration:
             break
     if not kept.kept:
         raise CalibrationError("the data for the diagnosis is empty; at least one batch is needed")
-    return _Patient(quantized, kept.kept).diagnosis(again, calibration, data)
+    return _Patient(quantized, kept.kept).diagnosis(quantize, calibration, data)
 
 
 class _Patient:
@@ -144,33 +168,43 @@ class _Patient:
         self._quantized, self._prepared, self._batches = quantized, quantized.prepared, batches
         feeds = [quantized.prepared.onnx_inputs(each) for each in batches]
         model = quantized.prepared.with_only(quantized.qparams, ())  # it owns its weights
-        self._feeds = _of_size(feeds, _batch_size(model.model))
+        self._feeds = _of_size(feeds, fixed_batch_size(model.model))
         runner = Runner(model.model)
         self._expected = [runner.run(each) for each in self._feeds]
 
-    def diagnosis(self, again: Again, calibration: object, data: object) -> Diagnosis:
+    def diagnosis(self, quantize: Quantizes, calibration: object, data: object) -> Diagnosis:
         """Causes and remedies."""
         before = self._sqnr(self._quantized)
         causes = [*self._data_causes()]
         guilty = self._guilty()
         seen = self._inputs(guilty)
         causes += [self._cause(name, seen.get(name)) for name in guilty]
-        remedies = []
-        for name, cost, plan, with_data in log.track(list(self._remedies(guilty, causes)), "Trying remedies"):
-            config = self._prepared.config_of(plan)
+        remedies, impossible = [], {}
+        for trial in log.track(list(self._trials(guilty, causes)), "Trying remedies"):
+            config = self._prepared.config_of(trial.plan)
             try:
-                made = again(data if with_data else calibration, config)
-                sqnr = self._sqnr(made)
-            except AmctError:  # not possible for this layer or model
+                sqnr = self._sqnr(quantize(data if trial.data else calibration, config, equalize=trial.equalize))
+            except AmctError as error:
+                impossible[trial.name] = str(error)
                 continue
-            remedies.append(Remedy(name=name, sqnr=sqnr, gain=sqnr - before, cost=cost, config=config, data=with_data))
+            remedies.append(
+                Remedy(
+                    name=trial.name,
+                    sqnr=sqnr,
+                    gain=sqnr - before,
+                    cost=trial.cost,
+                    config=config,
+                    data=trial.data,
+                    equalize=trial.equalize,
+                )
+            )
         remedies.sort(key=lambda each: -each.gain)
-        return Diagnosis(sqnr=before, causes=tuple(causes), remedies=tuple(remedies))
+        return Diagnosis(sqnr=before, causes=tuple(causes), remedies=tuple(remedies), impossible=impossible)
 
     def _sqnr(self, quantized: QuantizedModel) -> float:
         """Of the output of the simulation, in the worst of several."""
         model = quantized.prepared.with_only(quantized.qparams, quantized.layers)
-        size = _batch_size(model.model)
+        size = fixed_batch_size(model.model)
         expected = _of_size(self._expected, size)
         runner = Runner(model.model)
         found, _ = similarity_over(
@@ -318,35 +352,30 @@ class _Patient:
 
     # -- remedies ------------------------------------------------------------------------------------------------------
 
-    def _remedies(self, guilty: Sequence[str], causes: Sequence[Cause]) -> list[tuple[str, str, Plan, bool]]:
-        """What may help: its name, its cost, its plan, and whether the model is calibrated with the data."""
+    def _trials(self, guilty: Sequence[str], causes: Sequence[Cause]) -> Iterator[_Trial]:
+        """What may help."""
         plan, freedom = self._prepared.plan, self._prepared.freedom()
         names = ", ".join(guilty)
-        found: list[tuple[str, str, Plan, bool]] = []
-        of_data = [each for each in causes if not each.layer or each.name == CLIPPED]
-        if of_data:
+        if any(not each.layer or each.name == CLIPPED for each in causes):
             here = replace(plan, batch_num=len(self._batches))
-            found.append(("calibrate with data as the model will see it", "a calibration", here, True))
+            yield _Trial(
+                name="calibrate with data as the model will see it", cost="a calibration", plan=here, data=True
+            )
         if not guilty:
-            return found
-        weights = sum(freedom[name].values for name in guilty)
+            return
+        yield _Trial(name="equalize channels of all layers", cost="nothing on the target", plan=plan, equalize=True)
         wide = plan_with(plan, dict.fromkeys(guilty, INT16), freedom)
-        found.append((f"16-bit inputs: {names}", "slower where 16 bits are", wide, False))
+        yield _Trial(name=f"16-bit inputs: {names}", cost="slower where 16 bits are", plan=wide)
+        weights = sum(freedom[name].values for name in guilty)
         if len(guilty) < len(self._quantized.layers):
             left = plan_with(plan, dict.fromkeys(guilty, FLOAT), freedom)
-            found.append((f"float: {names}", f"{3 * weights} bytes more", left, False))
-        balanced = {name: {"migration_strength": 0.5} for name in guilty}
-        found.append(
-            (f"DMQ balancing: {names}", "one more pass over the calibration data", _changed(plan, balanced), False)
-        )
-        if any(layer.weight is not None and layer.weight.num_bits < 8 for layer in map(self._plan_of, guilty)):
-            more = {
-                name: {"weight": replace(weight, num_bits=8)}
-                for name in guilty
-                if (weight := self._plan_of(name).weight) is not None
-            }
-            found.append((f"8-bit weights: {names}", f"{weights // 2} bytes more", _changed(plan, more), False))
-        return found
+            yield _Trial(name=f"float: {names}", cost=f"{3 * weights} bytes more", plan=left)
+        balanced = _changed(plan, {name: {"migration_strength": 0.5} for name in guilty})
+        yield _Trial(name=f"DMQ balancing: {names}", cost="one more pass over the calibration data", plan=balanced)
+        own = {name: weight for name in guilty if (weight := self._plan_of(name).weight) is not None}
+        if any(weight.num_bits < 8 for weight in own.values()):
+            more = _changed(plan, {name: {"weight": replace(weight, num_bits=8)} for name, weight in own.items()})
+            yield _Trial(name=f"8-bit weights: {names}", cost=f"{weights // 2} bytes more", plan=more)
 
 
 def _changed(plan: Plan, layers: Mapping[str, Mapping[str, Any]]) -> Plan:
@@ -361,13 +390,6 @@ def _channels(arrays: Sequence[NDArray[Any]], *, last: bool = False) -> NDArray[
         axis = array.ndim - 1 if last or array.ndim < 3 else 1
         rows.append(np.moveaxis(array.astype(np.float64), axis, 0).reshape(array.shape[axis], -1))
     return np.concatenate(rows, 1)
-
-
-def _batch_size(model: ModelProto) -> int | None:
-    """The batch size that a file fixes; None: any."""
-    dims = [value.type.tensor_type.shape.dim for value in model.graph.input]
-    sizes = [each[0].dim_value for each in dims if each and each[0].HasField("dim_value")]
-    return min(sizes, default=0) or None
 
 
 def _of_size(feeds: Sequence[Mapping[str, NDArray[Any]]], size: int | None) -> list[dict[str, NDArray[Any]]]:
@@ -386,6 +408,3 @@ def _of_size(feeds: Sequence[Mapping[str, NDArray[Any]]], size: int | None) -> l
 
 def _samples(feeds: Sequence[Mapping[str, NDArray[Any]]], name: str) -> int:
     return sum(len(each[name]) for each in feeds)
-
-
-__all__ = ["Cause", "Diagnosis", "Remedy", "diagnose"]

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError
 from amct.export.check.batch import batch_size
+from amct.export.onnx.messages import fixed_batch_size
 from amct.export.onnx.runtime import Runner
 from amct.interrupts import raise_if_interrupted
 from amct.memory import gibibytes
@@ -167,9 +168,7 @@ class Answers:
             self._watched = pair[0 if is_float else 1]
             return
         self._runner = Runner(model.model)
-        sizes = [value.type.tensor_type.shape.dim for value in model.model.graph.input]
-        fixed = {dims[0].dim_value for dims in sizes if dims and dims[0].HasField("dim_value")}
-        self._size = min(fixed, default=0) or None
+        self._size = fixed_batch_size(model.model)
 
     @classmethod
     def of_float(cls, quantized: QuantizedModel) -> Answers:

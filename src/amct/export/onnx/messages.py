@@ -35,6 +35,12 @@ def attribute_value(node: NodeProto, name: str, default: Any = None) -> Any:  # 
     return default
 
 
+def fixed_batch_size(model: ModelProto) -> int | None:
+    """The batch size that a model takes only, by the first axis of its inputs; None: any."""
+    shapes = [value.type.tensor_type.shape.dim for value in model.graph.input]
+    return min((int(each[0].dim_value) for each in shapes if each and each[0].HasField("dim_value")), default=0) or None
+
+
 def model_opset(model: ModelProto) -> int:
     """The opset version of the standard operators in a model."""
     return next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
