@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         set_gpu_mode,
         weights_quantize_model,
     )
+    from amct.caffe.auto_calibration import accuracy_based_auto_calibration
     from amct.caffe.prototxt import uninplace_model
     from amct.caffe.ptq.convert import convert_model
     from amct.caffe.ptq.save import save_model
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 amct = sys.modules[__name__]
 
 __all__ = [
+    "accuracy_based_auto_calibration",
     "activation_quantize_model",
     "amct",
     "convert_model",
@@ -48,6 +50,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "accuracy_based_auto_calibration": "amct.caffe.auto_calibration",
         "activation_quantize_model": "amct.caffe.amct_api",
         "convert_model": "amct.caffe.ptq.convert",
         "create_quant_config": "amct.caffe.amct_api",

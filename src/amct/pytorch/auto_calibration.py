@@ -5,9 +5,7 @@ The model is calibrated once; every probe is the same calibrated model with othe
 
 from __future__ import annotations
 
-import json
 import logging
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +18,9 @@ from amct import atomic
 from amct.arguments import output_file
 from amct.atomic import read_bytes
 from amct.config.ptq.pytorch import PYTORCH
-from amct.errors import AmctError, ArgumentError, ArgumentTypeError, CalibrationError, EvaluatorError, FileError
+from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, FileError
 from amct.export.check.batch import KeptBatches
 from amct.export.request import SavePath
-from amct.log import FOLDER
 from amct.pipeline.quantized_model import QuantizedModel
 from amct.pytorch.amct_api import pytorch_function
 from amct.pytorch.calibrating import start_calibration
@@ -34,29 +31,15 @@ from amct.pytorch.layer_hooks import fake_quant_copy
 from amct.pytorch.preparation import TorchPreparation, prepare
 from amct.pytorch.user_model import copy_model
 from amct.record import write_record
-from amct.search.choices import FLOAT, plan_with
-from amct.search.roll_back import (
-    ROLL_BACK_CONFIG,
-    SENSITIVITIES,
-    STOP_FLAG,
-    STRATEGIES,
-    AutoCalibrationEvaluatorBase,
-    AutoCalibrationStrategyBase,
-    SensitivityBase,
-    checked_judgement,
-    checked_metric,
-)
+from amct.search.roll_back import EvaluatorCalls, checked_objects, rolled_back, write_outcome, write_ranking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from amct.atomic import AnyPath
+    from amct.search.roll_back import AutoCalibrationEvaluatorBase, AutoCalibrationStrategyBase, SensitivityBase
 
 logger = logging.getLogger(__name__)
-
-RANKING = "accuracy_based_auto_calibration_ranking_information.json"
-FINAL_CONFIG = "accuracy_based_auto_calibration_final_config.json"
-HISTORY = "accuracy_based_auto_calibration_record.json"
 
 
 @pytorch_function
@@ -98,97 +81,27 @@ def accuracy_based_auto_calibration(  # noqa: PLR0913  AMCT's signature
         OSError: a file cannot be read or written.
         RuntimeError: the evaluator raises, does not calibrate with enough batches, or the model cannot be quantized.
     """
-    if not isinstance(model_evaluator, AutoCalibrationEvaluatorBase):
-        raise CalibrationError(
-            "model_evaluator: expected an object of a class derived from AutoCalibrationEvaluatorBase, got "
-            f"{type(model_evaluator).__name__}"
-        )
-    chosen = _object_of(strategy, STRATEGIES, AutoCalibrationStrategyBase, "strategy")
-    compare = _object_of(sensitivity, SENSITIVITIES, SensitivityBase, "sensitivity")
+    chosen, compare = checked_objects(model_evaluator, strategy, sensitivity)
     where, record_path = SavePath.parse(save_dir), output_file(record_file, "record_file")
     atomic.check_writable(where.folder)
     content = read_bytes(config_file)
-    judge = _Judge(model_evaluator, model)
+    judge = EvaluatorCalls(model_evaluator, copy_model(model, share_tensors=True))
     io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
     traced = cached_trace(model, input_data, io=io, stored_weights=True)
     layers = traced.config_layers()
     plan = PYTORCH.make_plan(PYTORCH.read_config(content, str(config_file), layers), layers)
-    base = _calibrated(prepare(traced, plan), model_evaluator)
+    base = _calibrated(prepare(traced, plan), judge)
     ranking = _ranking(base, compare)
-    atomic.write_text(
-        where.folder / RANKING, _json([[*each] for each in sorted(ranking.items(), key=lambda item: item[1])])
-    )
-    found, tried = _rolled_back(base, judge, chosen, ranking)
-    atomic.write_text(Path(FOLDER) / HISTORY, "".join(map(_json, tried)))
-    final = json.loads(content)
-    for name in base.layers:
-        final[name]["quant_enable"] = found is not None and name in found.layers
-    atomic.write_text(where.folder / FINAL_CONFIG, _json(final))
-    if found is None:
-        logger.warning("every layer had to be rolled back to float, so no quantized model is written")
-        return
-    write_record(found.record, record_path)
-    found.save(save_dir, ("deploy", "fake_quant", "qdq"))
-    logger.info("accuracy of the float model %s, of the saved model %s", judge.original, judge.metric)
+    write_ranking(where.folder, ranking)
+    found, tried = rolled_back(base, chosen, ranking, lambda quantized: judge.of(quantized.model))
+    write_outcome(where.folder, content, base, found, tried)
+    if found is not None:
+        write_record(found.record, record_path)
+        found.save(save_dir, ("deploy", "fake_quant", "qdq"))
+        logger.info("accuracy of the float model %s, of the saved model %s", judge.original, judge.metric)
 
 
-def _object_of(given: object, known: Mapping[str, Callable[[], Any]], base: type, argument: str) -> Any:  # noqa: ANN401  an object of that class
-    if isinstance(given, str):
-        if given not in known:
-            raise ArgumentError(f'{argument}: expected {" or ".join(known)}, or an object, got "{given}"')
-        return known[given]()
-    if not isinstance(given, base):
-        raise CalibrationError(
-            f"{argument}: expected a name or an object of a class derived from {base.__name__}, got "
-            f"{type(given).__name__}"
-        )
-    return given
-
-
-class _Judge:
-    """Calls the evaluator of a user, and says what is wrong with what it returns.
-
-    Attributes:
-        original: The metric of the float model.
-        metric: The metric of the last model.
-    """
-
-    def __init__(self, evaluator: AutoCalibrationEvaluatorBase, model: nn.Module) -> None:
-        self._evaluator = evaluator
-        self.original = self.metric = self._evaluated(copy_model(model, share_tensors=True))
-        if not self.judged(self.original)[0]:
-            raise EvaluatorError(
-                f"metric_eval does not accept the metric of the float model itself, {self.original}: it must return "
-                "(True, 0.0) where nothing is lost"
-            )
-
-    def _evaluated(self, model: nn.Module) -> Any:  # noqa: ANN401  the user's kind of metric
-        begin = time.monotonic()
-        with torch.no_grad():
-            metric = checked_metric(_called("evaluate", self._evaluator.evaluate, model))
-        logger.info("evaluated in %.1f s: %s", time.monotonic() - begin, metric)
-        return metric
-
-    def judged(self, metric: Any) -> tuple[bool, float]:  # noqa: ANN401  as above
-        """Whether a metric is good enough, and the loss."""
-        return checked_judgement(_called("metric_eval", self._evaluator.metric_eval, self.original, metric))
-
-    def of(self, quantized: QuantizedModel) -> tuple[bool, float]:
-        """The same of a model."""
-        self.metric = self._evaluated(quantized.model)
-        return self.judged(self.metric)
-
-
-def _called(name: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  the user's own function
-    try:
-        return function(*arguments)
-    except AmctError:
-        raise
-    except Exception as error:
-        raise EvaluatorError(f"{name} of the evaluator raised {type(error).__name__}: {error}") from error
-
-
-def _calibrated(prepared: TorchPreparation, evaluator: AutoCalibrationEvaluatorBase) -> QuantizedModel:
+def _calibrated(prepared: TorchPreparation, judge: EvaluatorCalls) -> QuantizedModel:
     """The model calibrated by the user's own loop."""
     intermediate = prepared.tensor_watch()
     calibrated = start_calibration(prepared, intermediate=intermediate)
@@ -199,7 +112,7 @@ def _calibrated(prepared: TorchPreparation, evaluator: AutoCalibrationEvaluatorB
 
     handle = calibrated.model.register_forward_pre_hook(keep, with_kwargs=True)
     with torch.no_grad():
-        _called("calibration", evaluator.calibration, calibrated.model)
+        judge.calibrate(calibrated.model)
     handle.remove()
     calibrated.session.finish(complete=True)
     result = calibrated.session.result
@@ -232,43 +145,6 @@ def _ranking(base: QuantizedModel, sensitivity: SensitivityBase) -> dict[str, fl
     for handle in handles:
         handle.remove()
     return {name: float(np.mean(values)) for name, values in found.items() if values}
-
-
-def _rolled_back(
-    base: QuantizedModel, judge: _Judge, strategy: AutoCalibrationStrategyBase, ranking: Mapping[str, float]
-) -> tuple[QuantizedModel | None, list[dict[str, Any]]]:
-    """The model that the strategy ends with, None if every layer is float in it; and what was tried."""
-    prepared = base.prepared
-    strategy.initialize(dict(ranking))
-    wanted = dict.fromkeys(base.layers, True)
-    tried: list[dict[str, Any]] = []
-    known: dict[tuple[str, ...], tuple[bool, float]] = {}
-    while True:
-        floats = tuple(name for name in base.layers if not wanted.get(name, True))
-        model = None
-        if len(floats) < len(base.layers):
-            model = base.variant(plan_with(prepared.plan, dict.fromkeys(floats, FLOAT), prepared.freedom()))
-        if tried and tried[-1][STOP_FLAG]:
-            return model, tried
-        if floats not in known:
-            known[floats] = (True, 0.0) if model is None else judge.of(model)
-        answer = strategy.update_quant_config(known[floats])
-        wanted = _checked_answer(answer, base.layers)
-        tried.append({"metric_eval": [*known[floats]], STOP_FLAG: bool(answer[STOP_FLAG]), ROLL_BACK_CONFIG: wanted})
-
-
-def _checked_answer(answer: Any, layers: Sequence[str]) -> dict[str, bool]:  # noqa: ANN401  what a user's class returns
-    if not isinstance(answer, dict) or STOP_FLAG not in answer or not isinstance(answer.get(ROLL_BACK_CONFIG), dict):
-        raise EvaluatorError(
-            f'update_quant_config of the strategy returned {answer!r:.80}; expected {{"{STOP_FLAG}": True or False, '
-            f'"{ROLL_BACK_CONFIG}": {{layer: whether it is quantized}}}}'
-        )
-    wanted = answer[ROLL_BACK_CONFIG]
-    return {name: bool(wanted.get(name, True)) for name in layers}
-
-
-def _json(content: object) -> str:
-    return json.dumps(content, indent=4, separators=(",", ":"), ensure_ascii=False)
 
 
 # -- raw files ---------------------------------------------------------------------------------------------------------

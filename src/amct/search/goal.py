@@ -129,7 +129,7 @@ class Drop(Goal):
 
     def _scores(self, outputs: Any, labels: NDArray[Any] | None) -> NDArray[np.float64]:  # noqa: ANN401
         assert labels is not None
-        scores = checked_scores(_called("score", self._score, outputs, labels), len(labels))
+        scores = checked_scores(called("score", self._score, outputs, labels), len(labels))
         low, high = self._range
         if scores.size and (scores.min() < low or scores.max() > high):
             wrong = scores.min() if scores.min() < low else scores.max()
@@ -204,10 +204,15 @@ class Evaluated:
         Raises:
             EvaluatorError: The function raises, or returns no number.
         """
-        return checked_value(_called("evaluate", self._evaluate, model), "evaluate")
+        return checked_value(called("evaluate", self._evaluate, model), "evaluate")
 
 
-def _called(name: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  the user's own function
+def called(name: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  the user's own function
+    """What a function of the user returns.
+
+    Raises:
+        EvaluatorError: It raises.
+    """
     try:
         return function(*arguments)
     except AmctError:

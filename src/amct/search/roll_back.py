@@ -6,27 +6,44 @@ that suffers most; a strategy answers each evaluation with which layers stay qua
 
 from __future__ import annotations
 
+import json
+import logging
+import time
 from abc import ABC, abstractmethod
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from amct.errors import EvaluatorError
-from amct.search.goal import checked_value
+from amct import atomic
+from amct.errors import ArgumentError, CalibrationError, EvaluatorError
+from amct.log import FOLDER
+from amct.search.choices import FLOAT, plan_with
+from amct.search.goal import called, checked_value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from amct.pipeline.quantized_model import QuantizedModel
+
+logger = logging.getLogger(__name__)
 
 STOP_FLAG, ROLL_BACK_CONFIG = "stop_flag", "roll_back_config"
+RANKING = "accuracy_based_auto_calibration_ranking_information.json"
+FINAL_CONFIG = "accuracy_based_auto_calibration_final_config.json"
+HISTORY = "accuracy_based_auto_calibration_record.json"
 
 
 class AutoCalibrationEvaluatorBase(ABC):
     """What a user writes: how the model is calibrated, how it is evaluated, and when that is good enough."""
 
     @abstractmethod
-    def calibration(self, model: Any) -> None:  # noqa: ANN401  the user's kind of model
+    def calibration(self, *model: Any) -> None:  # noqa: ANN401  a module; of a Caffe model its two files
         """Run the model on ``batch_num`` batches."""
 
     @abstractmethod
-    def evaluate(self, model: Any) -> Any:  # noqa: ANN401  as above, and the user's kind of metric
+    def evaluate(self, *model: Any) -> Any:  # noqa: ANN401  as above, and the user's kind of metric
         """The metric of a model."""
 
     @abstractmethod
@@ -132,7 +149,55 @@ STRATEGIES = {"BinarySearch": BinarySearchStrategy}
 SENSITIVITIES = {"CosineSimilarity": CosineSimilaritySensitivity, "MseSimilarity": MseSimilaritySensitivity}
 
 
-def checked_metric(value: Any) -> Any:  # noqa: ANN401  what a user's function returns
+# -- the evaluator's calls ---------------------------------------------------------------------------------------------
+
+
+class EvaluatorCalls:
+    """Calls the evaluator of a user, and says what is wrong with what it returns.
+
+    Args:
+        evaluator: The evaluator.
+        model: The float model, as it is handed to the evaluator: a module, or the two files of a Caffe model.
+
+    Attributes:
+        original: The metric of the float model.
+        metric: The metric of the last model.
+
+    Raises:
+        EvaluatorError: It raises, returns no metric, or does not accept that of the float model.
+    """
+
+    def __init__(self, evaluator: AutoCalibrationEvaluatorBase, *model: Any) -> None:  # noqa: ANN401  as above
+        self._evaluator = evaluator
+        self.original = self.metric = self._evaluated(*model)
+        if not self._judged(self.original)[0]:
+            raise EvaluatorError(
+                f"metric_eval does not accept the metric of the float model itself, {self.original}: it must return "
+                "(True, 0.0) where nothing is lost"
+            )
+
+    def calibrate(self, *model: Any) -> None:  # noqa: ANN401  as above
+        """Let it run a model that observes."""
+        called("calibration of the evaluator", self._evaluator.calibration, *model)
+
+    def of(self, *model: Any) -> tuple[bool, float]:  # noqa: ANN401  as above
+        """Whether a model is good enough, and what it loses."""
+        self.metric = self._evaluated(*model)
+        return self._judged(self.metric)
+
+    def _evaluated(self, *model: Any) -> Any:  # noqa: ANN401  the user's kind of metric
+        begin = time.monotonic()
+        with torch.no_grad():
+            metric = _checked_metric(called("evaluate of the evaluator", self._evaluator.evaluate, *model))
+        logger.info("evaluated in %.1f s: %s", time.monotonic() - begin, metric)
+        return metric
+
+    def _judged(self, metric: Any) -> tuple[bool, float]:  # noqa: ANN401  as above
+        found = called("metric_eval of the evaluator", self._evaluator.metric_eval, self.original, metric)
+        return _checked_judgement(found)
+
+
+def _checked_metric(value: Any) -> Any:  # noqa: ANN401  what a user's function returns
     """What an evaluator returned for a model: a number, or several in a list, tuple or dict.
 
     Raises:
@@ -148,7 +213,7 @@ def checked_metric(value: Any) -> Any:  # noqa: ANN401  what a user's function r
     return value
 
 
-def checked_judgement(value: Any) -> tuple[bool, float]:  # noqa: ANN401  what a user's function returns
+def _checked_judgement(value: Any) -> tuple[bool, float]:  # noqa: ANN401  what a user's function returns
     """What an evaluator says of a metric.
 
     Raises:
@@ -157,3 +222,102 @@ def checked_judgement(value: Any) -> tuple[bool, float]:  # noqa: ANN401  what a
     if not isinstance(value, (tuple, list)) or len(value) != 2 or not isinstance(value[0], (bool, np.bool_)):
         raise EvaluatorError(f"metric_eval returned {value!r:.80}; expected (whether it is enough, the loss)")
     return bool(value[0]), checked_value(value[1], "metric_eval")
+
+
+# -- rolling back ------------------------------------------------------------------------------------------------------
+
+
+def checked_objects(evaluator: object, strategy: object, sensitivity: object) -> tuple[Any, Any]:
+    """The strategy and the sensitivity that a user names or hands over, after the evaluator is checked too.
+
+    Raises:
+        ArgumentError: A name is unknown.
+        CalibrationError: An object is of another class.
+    """
+    if not isinstance(evaluator, AutoCalibrationEvaluatorBase):
+        raise CalibrationError(
+            "model_evaluator: expected an object of a class derived from AutoCalibrationEvaluatorBase, got "
+            f"{type(evaluator).__name__}"
+        )
+    return (
+        _object_of(strategy, STRATEGIES, AutoCalibrationStrategyBase, "strategy"),
+        _object_of(sensitivity, SENSITIVITIES, SensitivityBase, "sensitivity"),
+    )
+
+
+def _object_of(given: object, known: Mapping[str, Callable[[], Any]], base: type, argument: str) -> Any:  # noqa: ANN401  an object of that class
+    if isinstance(given, str):
+        if given not in known:
+            raise ArgumentError(f'{argument}: expected {" or ".join(known)}, or an object, got "{given}"')
+        return known[given]()
+    if not isinstance(given, base):
+        raise CalibrationError(
+            f"{argument}: expected a name or an object of a class derived from {base.__name__}, got "
+            f"{type(given).__name__}"
+        )
+    return given
+
+
+def rolled_back(
+    base: QuantizedModel,
+    strategy: AutoCalibrationStrategyBase,
+    ranking: Mapping[str, float],
+    judge: Callable[[QuantizedModel], tuple[bool, float]],
+) -> tuple[QuantizedModel | None, list[dict[str, Any]]]:
+    """The model that the strategy ends with, None if every layer is float in it; and what was tried.
+
+    Args:
+        base: The calibrated model; every probe is this one with other layers left float.
+        strategy: Chooses them.
+        ranking: The sensitivity of each layer.
+        judge: Whether a model is good enough, and what it loses.
+    """
+    prepared = base.prepared
+    strategy.initialize(dict(ranking))
+    wanted = dict.fromkeys(base.layers, True)
+    tried: list[dict[str, Any]] = []
+    known: dict[tuple[str, ...], tuple[bool, float]] = {}
+    while True:
+        floats = tuple(name for name in base.layers if not wanted.get(name, True))
+        model = None
+        if len(floats) < len(base.layers):
+            model = base.variant(plan_with(prepared.plan, dict.fromkeys(floats, FLOAT), prepared.freedom()))
+        if tried and tried[-1][STOP_FLAG]:
+            return model, tried
+        if floats not in known:
+            known[floats] = (True, 0.0) if model is None else judge(model)
+        answer = strategy.update_quant_config(known[floats])
+        wanted = _checked_answer(answer, base.layers)
+        tried.append({"metric_eval": [*known[floats]], STOP_FLAG: bool(answer[STOP_FLAG]), ROLL_BACK_CONFIG: wanted})
+
+
+def _checked_answer(answer: Any, layers: Sequence[str]) -> dict[str, bool]:  # noqa: ANN401  what a user's class returns
+    if not isinstance(answer, dict) or STOP_FLAG not in answer or not isinstance(answer.get(ROLL_BACK_CONFIG), dict):
+        raise EvaluatorError(
+            f'update_quant_config of the strategy returned {answer!r:.80}; expected {{"{STOP_FLAG}": True or False, '
+            f'"{ROLL_BACK_CONFIG}": {{layer: whether it is quantized}}}}'
+        )
+    wanted = answer[ROLL_BACK_CONFIG]
+    return {name: bool(wanted.get(name, True)) for name in layers}
+
+
+def write_ranking(folder: Path, ranking: Mapping[str, float]) -> None:
+    """Write the sensitivity of each layer, the most sensitive first."""
+    atomic.write_text(folder / RANKING, _json([[*each] for each in sorted(ranking.items(), key=lambda item: item[1])]))
+
+
+def write_outcome(
+    folder: Path, config: bytes, base: QuantizedModel, found: QuantizedModel | None, tried: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write what was tried, and the user's JSON config with the layers of the result."""
+    atomic.write_text(Path(FOLDER) / HISTORY, "".join(map(_json, tried)))
+    final = json.loads(config)
+    for name in base.layers:
+        final[name]["quant_enable"] = found is not None and name in found.layers
+    atomic.write_text(folder / FINAL_CONFIG, _json(final))
+    if found is None:
+        logger.warning("every layer had to be rolled back to float, so no quantized model is written")
+
+
+def _json(content: object) -> str:
+    return json.dumps(content, indent=4, separators=(",", ":"), ensure_ascii=False)

@@ -66,6 +66,11 @@ def reference_beside(record_file: Path, results: Results) -> Reference | None:
         )
         return None
     net = results.folded_model.build(())
+    return reference_on(results, *kept_or_random_batch(record_file, net), net)
+
+
+def kept_or_random_batch(record_file: Path, net: Net) -> tuple[dict[str, NDArray[Any]], str]:
+    """The inputs that a net is run on after its calibration, and what they are; the log says which."""
     shapes = {net.graph.blob_names[index]: net.graph.blobs[index].shape for index in net.graph.inputs}
     found = read_batch(record_file)
     if not isinstance(found, str) and set(found) != set(shapes):
@@ -77,7 +82,7 @@ def reference_beside(record_file: Path, results: Results) -> Reference | None:
     else:
         logger.info("the files are checked on the calibration batch in %s", batch_path(record_file))
         inputs, origin = found, CALIBRATION
-    return reference_on(results, inputs, origin if shapes else "the data of the net's own layers", net)
+    return inputs, origin if shapes else "the data of the net's own layers"
 
 
 def reference_on(

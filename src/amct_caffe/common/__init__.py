@@ -1,0 +1,1 @@
+"""AMCT's package of what its functions share."""
