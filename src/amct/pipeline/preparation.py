@@ -164,7 +164,7 @@ class PreparedForOnnx(ABC):
 
     def quantized_layers(self, result: CalibrationResult) -> dict[str, LayerQParams]:
         """The parameters of weights and inputs; a few weight scales are changed to suit the bias of their channel."""
-        observed = self._observed_channels(self.input_tensors()) if result.tensors else {}
+        observed = self.observed_channels(self.input_tensors()) if result.tensors else {}
         return self._suited(with_means(self.with_inputs(result), result.tensors, observed))
 
     def freedom(self) -> dict[str, LayerFreedom]:
@@ -273,7 +273,7 @@ class PreparedForOnnx(ABC):
         may be balanced too, because the QDQ file may round these weights again.
         """
         readers: dict[str, list[str]] = {}
-        for name, tensor in self._observed_channels(tensors).items():
+        for name, tensor in self.observed_channels(tensors).items():
             readers.setdefault(tensor, []).append(name)
         found = []
         for tensor, names in readers.items():
@@ -292,7 +292,7 @@ class PreparedForOnnx(ABC):
         own_integers = weights.balance is None and not weights.custom_rounding
         return plan is not None and own_integers and plan.activation.num_bits == weights.bits == 8
 
-    def _observed_channels(self, tensors: Mapping[str, str]) -> dict[str, str]:
+    def observed_channels(self, tensors: Mapping[str, str]) -> dict[str, str]:
         """By layer whose input is observed channel by channel: the ONNX name of that input.
 
         Those are convolutions and linear layers if their bias is corrected, else those of 8 bits with plain weights.

@@ -216,9 +216,9 @@ def save_trained(
         FileError: A file cannot be written.
     """
     example = (preparation.traced.inputs.args, preparation.traced.inputs.kwargs)
-    layers = trained_layers(preparation, trained)
-    record = replace(preparation.record_of(layers), prune=tuple(prune))
     tensors = tensors_between_layers(trained, preparation, [trained._qat.seen or example])
+    layers = trained_layers(preparation, trained, tensors)
+    record = replace(preparation.record_of(layers), prune=tuple(prune))
     compared = reference(preparation, layers, [example])
     with atomic.FileGroup() as group:
         group.write_bytes(path, encode_record(record, form_of(path) or "text"))

@@ -23,6 +23,7 @@ from amct.numerics.arq import from_channels_first
 from amct.numerics.fold import ChannelAffine
 from amct.numerics.qparams import LayerQParams, Observed, QParams
 from amct.numerics.training.quantizers import fold_into_integers
+from amct.pipeline.preparation import with_means
 from amct.pipeline.weights import QuantizedWeight, QuantizedWeights
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.functional_layers import child_path, functional_layers, layer_module
@@ -163,10 +164,16 @@ def _on_grid(source: FloatWeight, integers: Tensor, qparams: QParams, folded: nn
     return exact
 
 
-def trained_layers(preparation: TorchPreparation, trained: nn.Module) -> dict[str, LayerQParams]:
-    """The parameters of a trained model: weights as prepared, inputs from the trained clips."""
+def trained_layers(
+    preparation: TorchPreparation, trained: nn.Module, tensors: Mapping[str, Observed] | None
+) -> dict[str, LayerQParams]:
+    """The parameters of a trained model: weights as prepared, inputs from the trained clips, means as observed.
+
+    The means are for a file that rounds the trained weights again, for its target has fewer bits for them.
+    """
     layers = quantized_layers(trained)
-    return {name: _with_clips(qparams, layers[name]) for name, qparams in preparation.weight_qparams().items()}
+    found = {name: _with_clips(qparams, layers[name]) for name, qparams in preparation.weight_qparams().items()}
+    return with_means(found, tensors, preparation.observed_channels(preparation.input_tensors()) if tensors else {})
 
 
 def _with_clips(qparams: LayerQParams, layer: QuantizedLayer) -> LayerQParams:

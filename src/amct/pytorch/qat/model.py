@@ -181,7 +181,7 @@ class QatModel(nn.Module):
             raise ArgumentError("data: a batch is needed to trace the model; give data, or run the model in eval mode")
         preparation = self.preparation(example, state.io)
         tensors = tensors_between_layers(self, preparation, [example] if batches is None else batches)
-        return QuantizedModel(preparation, trained_layers(preparation, self), tensors, [example])
+        return QuantizedModel(preparation, trained_layers(preparation, self, tensors), tensors, [example])
 
     def preparation(self, example: Arguments, io: IoOptions) -> TorchPreparation:
         """The folded model with the trained integers, as exports read it.
