@@ -14,6 +14,7 @@ import pytest
 from report_examples import HOSTILE, activation, layer, small_report
 
 from amct.errors import FileError
+from amct.model.certificate import Certificate, Point
 from amct.report.content import (
     InputContent,
     LayerContent,
@@ -22,6 +23,7 @@ from amct.report.content import (
     TrainedClips,
     TrainingContent,
 )
+from amct.report.curve import BOTTOM, LEFT, RIGHT, TOP, plots
 from amct.report.network import Box, Network
 from amct.report.page import bounded, loss_curve, page, worst_layers, write_page
 
@@ -234,3 +236,27 @@ def test_a_long_loss_curve_is_drawn_through_means():
     assert len(points) <= 320
     assert points[0].startswith("0.0,")
     assert points[-1].startswith("640.0,")
+
+
+def test_the_plots_of_a_search_put_every_point_where_its_numbers_are():
+    certificate = Certificate(
+        goal="a drop of at most 1 points", limit=0.01, loss=0.005, bound=None, confidence=0.95, error=0.05, samples=10,
+        searched=10, seed=0,
+    )  # fmt: skip
+    made = [
+        Point(number=number, choices={"a": "int8"}, cost=cost, noise=0.0, loss=loss, samples=10, met=loss <= 0.01,
+              chosen=number == 2, unit="bit operations", bytes=cost / 8, milliseconds=None if number == 3 else 1.0)
+        for number, cost, loss in ((1, 1000.0, 0.03), (2, 2000.0, 0.005), (3, 4000.0, 0.0))
+    ]  # fmt: skip
+    size, operations, time = plots(made, certificate)
+    assert [len(each.dots) for each in (size, operations, time)] == [3, 3, 2]
+    assert size.dots[-1].number == 2  # the result is drawn last
+    places = {dot.number: (dot.x, dot.y) for dot in size.dots}
+    # equal distances in bytes and in points are equal distances on the page; less loss is higher
+    assert (places[3][0] - places[2][0]) / (places[2][0] - places[1][0]) == pytest.approx(2)
+    assert (places[1][1] - places[2][1]) / (places[2][1] - places[3][1]) == pytest.approx(5)
+    assert places[3][1] < places[2][1] < size.goal < places[1][1]
+    for plot in (size, operations, time):
+        assert all(LEFT <= dot.x <= RIGHT and TOP <= dot.y <= BOTTOM for dot in plot.dots)
+        assert all(2 <= len(ticks) <= 7 for ticks in (plot.columns, plot.rows)), plot
+    assert plots((), certificate) == plots(made, None) == []

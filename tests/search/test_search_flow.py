@@ -12,7 +12,9 @@ from three_doors import torch_network
 
 import amct.pytorch
 from amct.errors import EvaluatorError
+from amct.search.costs import bit_operations_of
 from amct.search.judge import SampleJudge
+from amct.search.run import Candidates
 
 GENERATOR = np.random.default_rng(1)
 CALIBRATION = [torch.from_numpy(GENERATOR.normal(0.2, 1, (8, 3, 8, 8)).astype(np.float32)) for _ in range(3)]
@@ -50,6 +52,40 @@ def test_the_report_shows_the_curve(tmp_path):
     assert "never used in the search" in page
     for point in found.history:
         assert point.summary in page
+    assert page.count("<figcaption>Loss against") == 2  # size and time
+    assert page.count('<g class="point') == 2 * len(found.history)
+    assert page.count('chosen"><title>') == 2
+
+
+def test_bit_operations_are_counted_layer_by_layer():
+    base = amct.pytorch.quantize(MODEL, CALIBRATION)
+    candidates = Candidates(base, ("float", "int8", "int16", "int4"))
+    example = CALIBRATION[0][:1]
+    expected, hooks = {}, []
+    for name in base.layers:
+        layer = MODEL.get_submodule(name)
+
+        def count(layer, _, output, name=name):
+            each = layer.weight[0].numel() if hasattr(layer, "weight") else 1
+            expected[name] = each * output[0].numel()
+
+        hooks.append(layer.register_forward_hook(count))
+    MODEL(example)
+    for hook in hooks:
+        hook.remove()
+    cost = bit_operations_of(candidates)
+    assert {name: cost.of(name, "int8") for name in expected} == {name: 64 * each for name, each in expected.items()}
+    first = base.layers[0]
+    bits = {"float": 32 * 32, "int16": 8 * 16, "int4": 4 * 8}
+    assert {choice: cost.of(first, choice) for choice in bits} == {c: b * expected[first] for c, b in bits.items()}
+
+
+def test_the_fewest_bit_operations_are_found():
+    found = searched(max_drop=100.0, minimize="bitops")
+    (point,) = found.history
+    assert point.unit == "bit operations"
+    assert "int4" in point.choices.values()
+    assert point.bytes < point.cost
 
 
 def test_the_same_seed_gives_the_same_result():

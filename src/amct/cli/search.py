@@ -61,7 +61,7 @@ class GoalOptions:
         str | None,
         typer.Option(help='With --max-drop: "module:function" that returns the accuracy of a model on its own data.'),
     ] = None
-    minimize: Annotated[str, typer.Option(help='What is to be small: "size" or "latency".')] = "size"
+    minimize: Annotated[str, typer.Option(help='What is to be small: "size", "latency" or "bitops".')] = "size"
     choices: Annotated[
         str | None, typer.Option(help='What a layer may become: "float,int8,int4" (default), int16, adaround4.')
     ] = None
@@ -310,7 +310,7 @@ def curve_lines(quantized: QuantizedModel) -> list[str]:
     for point in quantized.history:
         mark = "*" if point.chosen else " "
         loss = certificate.shown(point.loss)
-        lines.append(f"point {point.number:<3}{mark} cost {point.cost:.6g}  loss {loss}  {point.summary}")
+        lines.append(f"point {point.number:<3}{mark} {point.cost:.6g} {point.unit}  loss {loss}  {point.summary}")
     return lines
 
 

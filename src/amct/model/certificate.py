@@ -87,7 +87,10 @@ class Point:
     Attributes:
         number: Counts from 1, in the order in which they were tried.
         choices: By layer: what it became.
-        cost: What was to be small: bytes, bit operations or milliseconds.
+        cost: What was to be small.
+        unit: Of the cost: bytes, bit operations or ms.
+        bytes: The bytes of the weights of the layers that could be quantized, four bits as half a byte.
+        milliseconds: The CPU time of a sample in the file when it was measured; None if it was not run then.
         noise: The noise that its layers add up to, as far as the scores of single layers tell.
         loss: Its mean loss on the samples of the search.
         samples: How many of them were enough.
@@ -106,6 +109,9 @@ class Point:
     met: bool
     chosen: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
+    unit: str = "bytes"
+    bytes: float = 0.0
+    milliseconds: float | None = field(default=None, compare=False)
 
     @property
     def summary(self) -> str:

@@ -450,19 +450,9 @@ class QuantizedModel:
             config=config_text(prepared.plan),
             network=prepared.network(_integer_tensors(listed)),
             proposals=tuple(text for document in _documents(listed) for text in document.proposals),
-            certificate=str(self.certificate or ""),
-            curve=self._curve(),
+            certificate=self.certificate,
+            curve=tuple(sorted(self.history, key=lambda each: each.cost)),
             alone={each.layer: each.sqnr for each in self._causes()},
-        )
-
-    def _curve(self) -> tuple[tuple[str, str, str, str, bool], ...]:
-        """What a search has tried, the cheapest first, for the report."""
-        known = self.certificate
-        if known is None:
-            return ()
-        points = sorted(self.history, key=lambda each: each.cost)
-        return tuple(
-            (str(each.number), f"{each.cost:.6g}", known.shown(each.loss), each.summary, each.chosen) for each in points
         )
 
     def _causes(self) -> Sequence[LayerSensitivity]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from amct.model.certificate import Certificate, Point
     from amct.model.verdict import Verdict
     from amct.report.network import Network
 
@@ -250,8 +251,8 @@ class ReportContent:
         versions: Names and versions of the programs used.
         created: The time of creation, as text.
         training: What quantization-aware training did; None without training.
-        certificate: What a search for settings has reached; empty without one.
-        curve: What it has tried: number, cost, loss and choices of each point, and whether it is the result.
+        certificate: What a search for settings has reached; None without one.
+        curve: What it has tried, the cheapest first.
     """
 
     model: str
@@ -272,5 +273,5 @@ class ReportContent:
     versions: tuple[tuple[str, str], ...] = ()
     created: str = ""
     training: TrainingContent | None = None
-    certificate: str = ""
-    curve: tuple[tuple[str, str, str, str, bool], ...] = ()
+    certificate: Certificate | None = None
+    curve: tuple[Point, ...] = ()

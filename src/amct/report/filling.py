@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.model import Skip
+    from amct.model.certificate import Certificate, Point
     from amct.model.quant_json import FileCheck
     from amct.numerics.similarity import BoxComparison, LayerComparison
     from amct.report.measuring import Measured
@@ -116,7 +117,7 @@ class ReportSubject:
         config: The config used, as text.
         network: The network as a graph; None if it is not known.
         proposals: What would help.
-        certificate: What a search for settings has reached; empty without one.
+        certificate: What a search for settings has reached; None without one.
         curve: As ``ReportContent.curve``.
         alone: By layer: the SQNR of the model's outputs when only this layer is quantized, where that is known.
     """
@@ -128,8 +129,8 @@ class ReportSubject:
     config: str = ""
     network: Network | None = None
     proposals: tuple[str, ...] = ()
-    certificate: str = ""
-    curve: tuple[tuple[str, str, str, str, bool], ...] = ()
+    certificate: Certificate | None = None
+    curve: tuple[Point, ...] = ()
     alone: Mapping[str, float] = field(default_factory=dict)
 
     def statistics(self) -> dict[str, InputStatistics]:

@@ -25,6 +25,7 @@ from amct import atomic
 from amct.model.verdict import RULE
 from amct.printable import counted, shortened
 from amct.report.content import sqnr_class
+from amct.report.curve import plots
 from amct.report.network import LARGEST_NETWORK, drawing
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def page(content: ReportContent) -> str:
         graph=graph,
         largest_network=LARGEST_NETWORK,
         curve=loss_curve(content.training.losses) if content.training is not None else "",
+        plots=plots(content.curve, content.certificate),
         style=Markup(resource("page.css")),  # our own file
         script=Markup(script),  # our own file
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

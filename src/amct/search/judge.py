@@ -57,11 +57,13 @@ class Outcome:
         loss: Its mean loss.
         samples: On how many samples.
         met: Whether it meets the goal.
+        milliseconds: The CPU time of a sample; None if nothing was run.
     """
 
     loss: float
     samples: int
     met: bool
+    milliseconds: float | None = None
 
 
 class Judge(Protocol):
@@ -192,16 +194,18 @@ class SampleJudge:
         def decide(values: NDArray[np.float64]) -> Decision:
             return race.decide(values) if len(values) >= FEWEST else Decision()
 
-        losses, _ = self._losses(name, candidate, "search", decide)
+        losses, runs = self._losses(name, candidate, "search", decide)
         decision = decide(losses)
         loss = float(losses.mean())
         met = decision.below or (loss <= goal.limit and not decision.above)
-        return Outcome(loss=loss, samples=len(losses), met=met)
+        return Outcome(
+            loss=loss, samples=len(losses), met=met, milliseconds=None if runs is None else runs.milliseconds
+        )
 
     def certify(self, name: str, candidate: QuantizedModel, confidence: float, error: float) -> Certificate:
         """Measure a candidate on all samples of the certificate."""
         goal = self._goal
-        losses, measured_on = self._losses(name, candidate, "certificate", lambda _: Decision())
+        losses, runs = self._losses(name, candidate, "certificate", lambda _: Decision())
         return Certificate(
             goal=goal.text,
             limit=goal.limit,
@@ -216,7 +220,7 @@ class SampleJudge:
             largest=goal.largest,
             unit=goal.unit,
             factor=goal.factor,
-            measured_on=measured_on,
+            measured_on="the QDQ file" if runs is None else runs.measured_on,
             remark=goal.remark,
             losses=run_lengths(losses.tolist()),
         )
@@ -227,13 +231,13 @@ class SampleJudge:
         candidate: QuantizedModel,
         part: str,
         decide: Callable[[NDArray[np.float64]], Decision],
-    ) -> tuple[NDArray[np.float64], str]:
-        """The losses of a candidate on a part of the samples; what the journal knows is not measured again."""
+    ) -> tuple[NDArray[np.float64], Answers | None]:
+        """The losses of a candidate on a part of the samples, and what ran: not what the journal knows."""
         entry, numbers = f"{part} {name}", self._parts[part]
         losses = self._journal.losses(entry)[: len(numbers)]
         decision = decide(losses)
         if len(losses) == len(numbers) or decision.above or decision.below:
-            return losses, "the QDQ file"
+            return losses, None
         runs = Answers(candidate, candidate.exported())
         for done, outputs in runs.over(self._samples, numbers[len(losses) :], CHUNK):
             found = self._goal.losses(self._reference[done], outputs, self._labels(done))
@@ -243,7 +247,7 @@ class SampleJudge:
             decision = decide(losses)
             if decision.above or decision.below:
                 break
-        return losses, runs.measured_on
+        return losses, runs
 
     def _labels(self, numbers: NDArray[np.int64]) -> NDArray[Any] | None:
         return None if self._samples.labels is None else self._samples.labels[numbers]

@@ -11,10 +11,10 @@ from amct.calibration.ranks import fingerprint
 from amct.errors import ArgumentError, ArgumentTypeError
 from amct.export.request import Placement
 from amct.search.choices import FLOAT, INT8, MEANINGS, checked
+from amct.search.costs import COSTS, LATENCY, SIZE
 from amct.search.goal import Agreement, Drop, Evaluate, Evaluated, Goal, Score, Sqnr, checked_number
 from amct.search.journal import Journal
 from amct.search.judge import EvaluatorJudge, SampleJudge, check_samples
-from amct.search.latency import latency_of
 from amct.search.run import Candidates, Limits, Search
 from amct.search.samples import Samples, labelled_pairs
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.pipeline.weights import QuantizedWeights
     from amct.search.judge import Judge
-
-SIZE, LATENCY = "size", "latency"
 
 
 class SearchOptions(TypedDict, total=False):
@@ -44,7 +42,8 @@ class SearchOptions(TypedDict, total=False):
             over samples; the certificate then promises nothing about other data.
         choices: what a layer may become, of "float", "int8", "int16" (activations), "int4" (weights) and "adaround4"
             (PyTorch); by default "float", "int8" and "int4".
-        minimize: "size" (bytes of weights) or "latency" (measured milliseconds on this machine).
+        minimize: "size" (bytes of weights), "bitops" (multiplications times the bits of both factors) or "latency"
+            (measured milliseconds on this machine).
         max_minutes: the search ends after so many minutes with the best result so far.
         max_evaluations: and after so many evaluations: samples scored, divided by all there are.
         seed: divides the samples into those of the search and those of the certificate; the same seed gives the same
@@ -129,8 +128,8 @@ class SearchRequest:
             labelled, count = labelled_pairs(labelled)
             check_samples(goal, count, limits.confidence, certify=limits.certify)
         minimize = options.get("minimize", SIZE)
-        if minimize not in (SIZE, LATENCY):
-            raise ArgumentError(f'minimize: expected "{SIZE}" or "{LATENCY}", got {minimize!r}')
+        if minimize not in COSTS:
+            raise ArgumentError(f"minimize: expected one of {', '.join(COSTS)}, got {minimize!r}")
         choices = options.get("choices")
         if choices is None and minimize == LATENCY:
             choices = (FLOAT, INT8)  # 4-bit weights run no faster
@@ -178,8 +177,8 @@ class SearchRequest:
             if not goal.has_labels:
                 check_samples(goal, len(samples), self.limits.confidence, certify=self.limits.certify)
         candidates = Candidates(base, self.choices, learned or {})
-        costs = latency_of(candidates) if self.minimize == LATENCY else None
-        result = Search(candidates, judge, self.limits, costs, self.on_best).run()
+        cost = COSTS[self.minimize](candidates)
+        result = Search(candidates, judge, self.limits, cost, self.on_best).run()
         if self.minimize == LATENCY:
             result.placement = Placement.AUTO.value
         journal.remove()

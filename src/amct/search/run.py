@@ -19,7 +19,8 @@ from amct.calibration.ranks import fingerprint
 from amct.interrupts import raise_if_interrupted
 from amct.model.certificate import Point
 from amct.pipeline.sensitivity import layer_sensitivity
-from amct.search.choices import FLOAT, WEIGHT_BITS, plan_with, planned
+from amct.search.choices import FLOAT, plan_with, planned
+from amct.search.costs import Cost, bytes_of
 from amct.search.judge import SHARES
 from amct.search.ladder import Ladder, Option
 
@@ -41,9 +42,6 @@ AIM = 0.9
 """The share of the allowed loss that the next rung aims at: an estimate on samples may be too low."""
 SAFER = 0.6
 """The noise of the next result to be certified, as a share of the one that failed, where no better one is known."""
-
-WITHOUT_WEIGHTS = 0.01
-"""How many weights a layer without weights counts as, as a share of the mean layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +128,6 @@ def _finite(noise: float, worst: float) -> float:
     return noise if math.isfinite(noise) else max(1.0, 10 * worst)
 
 
-def bytes_of(candidates: Candidates) -> Callable[[str, str], float]:
-    """The cost of a choice in bytes of weights; a layer without weights has a little too."""
-    values = {name: each.values for name, each in candidates.freedom.items()}
-    least = WITHOUT_WEIGHTS * sum(values.values()) / max(1, len(values))
-    return lambda layer, choice: (values[layer] or least) * WEIGHT_BITS[choice] / 8
-
-
 @dataclass
 class _Tried:
     """A rung that was measured."""
@@ -155,7 +146,7 @@ class Search:
         candidates: What can be made.
         judge: Measures it.
         limits: What it may take.
-        costs: The cost of a layer and a choice.
+        cost: What is to be small; None: bytes.
         on_best: Called with each result that is better than those before, with its history and no certificate.
     """
 
@@ -164,11 +155,12 @@ class Search:
         candidates: Candidates,
         judge: Judge,
         limits: Limits,
-        costs: Callable[[str, str], float] | None = None,
+        cost: Cost | None = None,
         on_best: Callable[[QuantizedModel], None] | None = None,
     ) -> None:
         self._candidates, self._judge, self._limits, self._on_best = candidates, judge, limits, on_best
-        self._costs = costs or bytes_of(candidates)
+        self._bytes = bytes_of(candidates)
+        self._cost = cost or self._bytes
         self._begin = time.monotonic()
         self._tried: list[_Tried] = []
         self._ladder = Ladder({})
@@ -176,7 +168,7 @@ class Search:
     def run(self) -> QuantizedModel:
         """The best model that was found, with its history and its certificate."""
         self._judge.prepare(self._candidates.base)
-        self._ladder = self._candidates.ladder(self._costs)
+        self._ladder = self._candidates.ladder(self._cost.of)
         with log.bar("Searching", MOST_PROBES) as advance:
             rung: int | None = 0
             while rung is not None:
@@ -190,7 +182,7 @@ class Search:
         best = self._best()
         text = f"{self._judge.evaluations:.1f} evaluations"
         if best is not None:
-            text += f", best so far {best.cost:.4g} at a loss of {best.outcome.loss:.4g}"
+            text += f", best so far {best.cost:.4g} {self._cost.unit} at a loss of {best.outcome.loss:.4g}"
         if self._limits.minutes is not None:
             text += f", {max(0.0, self._limits.minutes - self._minutes):.1f} minutes left"
         return text
@@ -213,6 +205,9 @@ class Search:
             number=len(self._tried) + 1,
             choices=choices,
             cost=float(self._ladder.costs[rung]),
+            unit=self._cost.unit,
+            bytes=self._bytes_of(choices),
+            milliseconds=outcome.milliseconds,
             noise=float(self._ladder.noises[rung]),
             loss=outcome.loss,
             samples=outcome.samples,
@@ -222,9 +217,10 @@ class Search:
         tried = _Tried(rung, point.noise, point.cost, outcome, point)
         self._tried.append(tried)
         logger.info(
-            "candidate %d: cost %.4g, loss %.4g on %d samples: %s",
+            "candidate %d: %.4g %s, loss %.4g on %d samples: %s",
             point.number,
             point.cost,
+            point.unit,
             outcome.loss,
             outcome.samples,
             "meets the goal" if outcome.met else "does not meet it",
@@ -238,6 +234,9 @@ class Search:
         """What is known of the best result so far, should the search not end."""
         goal = self._judge.provisional
         return replace(goal, loss=outcome.loss, searched=outcome.samples, confidence=self._limits.confidence)
+
+    def _bytes_of(self, choices: Mapping[str, str]) -> float:
+        return sum(self._bytes.of(layer, choice) for layer, choice in choices.items())
 
     def _made(self, choices: Mapping[str, str]) -> QuantizedModel:
         return self._candidates.made(choices)
@@ -330,6 +329,8 @@ class Search:
             number=max(each.point.number for each in self._tried) + 1,
             choices=choices,
             cost=float(self._ladder.costs[rung]),
+            bytes=self._bytes_of(choices),
+            milliseconds=None,
             noise=float(self._ladder.noises[rung]),
             config=self._candidates.config(choices),
         )

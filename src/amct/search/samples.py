@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,8 @@ class Answers:
     ) -> None:
         self._prepared = quantized.prepared
         self.measured_on = "the QDQ file"
+        self.milliseconds: float | None = None
+        """The CPU time of a sample, of the fastest batch."""
         self._size: int | None = None
         self._runner: Runner | None = None
         self._run: Callable[[Any], Any] | None = None
@@ -185,7 +188,11 @@ class Answers:
         for start in range(0, len(numbers), size):
             raise_if_interrupted()
             part = numbers[start : start + size]
-            yield part, self._answer(samples, part)
+            begin = time.process_time()
+            answer = self._answer(samples, part)
+            taken = 1000 * (time.process_time() - begin) / len(part)
+            self.milliseconds = taken if self.milliseconds is None else min(self.milliseconds, taken)
+            yield part, answer
 
     def _answer(self, samples: Samples, part: NDArray[np.int64]) -> Any:  # noqa: ANN401  the door's outputs
         if self._runner is None:
