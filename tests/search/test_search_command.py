@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from PIL import Image
 from three_doors import caffe_pair, onnx_file, torch_network
 
+import amct.pytorch
+from amct.caffe import pycaffe as caffe
 from amct.cli import main
 from amct.model.quant_json import read_quant_json
 
@@ -151,3 +154,83 @@ def test_wrong_options_are_answered(folder, tmp_path, options, message, capsys, 
     monkeypatch.chdir(folder)
     assert main(["quantize", "net.onnx", "--data", "data.npz", "-o", str(tmp_path / "net"), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+TWO_INPUTS = """
+import torch
+from torch import nn
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.out = nn.Linear(12, 32), nn.Linear(6, 32), nn.Linear(32, 5)
+
+    def forward(self, left, right):
+        return self.out(torch.relu(self.left(left) + self.right(right)))
+
+
+def build():
+    torch.manual_seed(3)
+    return Two().eval()
+"""
+TWO_PROTOTXT = """
+name: "two"
+input: "left" input_shape { dim: 1 dim: 12 }
+input: "right" input_shape { dim: 1 dim: 6 }
+layer { name: "l" type: "InnerProduct" bottom: "left" top: "l" inner_product_param { num_output: 32 } }
+layer { name: "r" type: "InnerProduct" bottom: "right" top: "r" inner_product_param { num_output: 32 } }
+layer { name: "sum" type: "Eltwise" bottom: "l" bottom: "r" top: "sum" }
+layer { name: "relu" type: "ReLU" bottom: "sum" top: "relu" }
+layer { name: "out" type: "InnerProduct" bottom: "relu" top: "out" inner_product_param { num_output: 5 } }
+"""
+
+
+@pytest.fixture(scope="module")
+def two_inputs(tmp_path_factory):
+    """A model with two inputs for every door, and its data with labels."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "two.py").write_text(TWO_INPUTS)
+    names = {}
+    exec(TWO_INPUTS, names)
+    model = names["build"]()
+    left, right = torch.randn(600, 12), torch.randn(600, 6)
+    with torch.no_grad():
+        labels = model(left, right).argmax(1).numpy()
+    np.savez(folder / "data.npz", left=left.numpy(), right=right.numpy(), labels=labels)
+    made = amct.pytorch.quantize(model, [{"left": left[:8], "right": right[:8]}])
+    onnx.save(made.prepared.float_model(None), folder / "two.onnx")
+    (folder / "two.prototxt").write_text(TWO_PROTOTXT)
+    net = caffe.Net(str(folder / "two.prototxt"), caffe.TEST)
+    for name, layer in (("l", model.left), ("r", model.right), ("out", model.out)):
+        net.params[name][0].data[...] = layer.weight.detach().numpy()
+        net.params[name][1].data[...] = layer.bias.detach().numpy()
+    net.save(str(folder / "two.caffemodel"))
+    return folder
+
+
+@pytest.mark.parametrize("model", [["two.onnx"], ["./two.py:build"], ["two.prototxt", "two.caffemodel"]])
+def test_models_with_several_inputs(model, two_inputs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(two_inputs)
+    arguments = [*model, "--data", "data.npz", "--batch-size", "1" if len(model) > 1 else "8"]
+    goal = ["--max-drop", "5", "-o", str(tmp_path / "net"), "--no-check"]
+    assert main(["quantize", *arguments, *goal]) == 0
+    document = read_quant_json(tmp_path / "net_quant.json")
+    assert document.certificate.met
+    assert document.certificate.samples > 200
+    assert main(["doctor", *arguments, "--batches", "16", "-o", str(tmp_path / "best.json")]) == 0
+    assert "SQNR of the output" in capsys.readouterr().out
+    assert main(["quantize", *arguments, "--min-agreement", "80", "-o", str(tmp_path / "other"), "--no-check"]) == 0
+
+
+def test_arrays_without_labels_are_told(two_inputs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(two_inputs)
+    known = np.load("data.npz")
+    np.savez(tmp_path / "bare.npz", left=known["left"], right=known["right"])
+    assert main(["quantize", "two.onnx", "--data", str(tmp_path / "bare.npz"), "--max-drop", "1", "-o", "o/n"]) == 2
+    assert (
+        "the samples have no labels, which --max-drop needs; give an array of the name labels"
+        in capsys.readouterr().err
+    )
+    assert main(["quantize", "two.onnx", "--data", str(tmp_path / "absent.npz"), "--max-drop", "1", "-o", "o/n"]) == 2
+    assert "absent.npz" in capsys.readouterr().err

@@ -50,6 +50,16 @@ class DataBatches:
         """The batches of some data, each converted."""
         return cls(lambda first, step: map(convert, data.part(first, step)), data.__len__, data.identity, data.facts)
 
+    def converted_by(self, convert: Callable[[Any], Any]) -> DataBatches:
+        """The same batches of several arrays by name, each array converted."""
+        start = self.start
+        return replace(
+            self,
+            start=lambda first, step: (
+                {name: convert(array) for name, array in batch.items()} for batch in start(first, step)
+            ),
+        )
+
     def __iter__(self) -> Iterator[Any]:
         return self.start(0, 1)
 
@@ -121,13 +131,9 @@ def named_batches(names: Sequence[str], options: DataOptions, size: int | None =
         AmctError: It is no such file, or an array is missing.
     """
     from amct.data import DataFacts
-    from amct.data.arrays import is_array_file
     from amct.data.samples import file_fingerprint
 
-    if not is_array_file(options.data):
-        inputs = ", ".join(names)
-        raise ArgumentError(f"--data: a model with the inputs {inputs} needs an .npz with arrays of these names")
-    arrays = _arrays(names, options)
+    arrays, _ = named_arrays(names, options)
     slices = partial(_slices, arrays, options.batch_size)
     samples = len(next(iter(arrays.values())))
     count = -(-samples // options.batch_size) if size is None else samples // size
@@ -137,6 +143,25 @@ def named_batches(names: Sequence[str], options: DataOptions, size: int | None =
         lambda: f"{file_fingerprint(options.data)} {options.batch_size} {options.batches}",
         lambda: DataFacts(samples=samples, batch_size=options.batch_size),
     )
+
+
+def named_arrays(names: Sequence[str], options: DataOptions) -> tuple[dict[str, NDArray[Any]], NDArray[Any] | None]:
+    """The arrays of a file that have the names of a model's inputs, and its labels if it has any.
+
+    Raises:
+        AmctError: It is no such file, or an array is missing.
+    """
+    from amct.data.arrays import LABEL_NAMES, is_array_file, read_arrays
+
+    if not is_array_file(options.data):
+        inputs = ", ".join(names)
+        raise ArgumentError(f"--data: a model with the inputs {inputs} needs an .npz with arrays of these names")
+    found = read_arrays(options.data)
+    arrays = _arrays(names, options, found)
+    count = len(next(iter(arrays.values())))
+    labels = next((found[name] for name in LABEL_NAMES if name in found and name not in arrays), None)
+    is_class = labels is not None and labels.ndim == 1 and labels.dtype.kind in "iu" and len(labels) == count
+    return arrays, labels if is_class else None
 
 
 def is_plain(proto: ModelProto) -> bool:
@@ -152,14 +177,11 @@ def _slices(arrays: Mapping[str, NDArray[Any]], size: int) -> Iterator[dict[str,
         yield {name: array[start : start + size] for name, array in arrays.items()}
 
 
-def _arrays(names: Sequence[str], options: DataOptions) -> dict[str, NDArray[Any]]:
-    from amct.data.arrays import read_arrays
-
+def _arrays(names: Sequence[str], options: DataOptions, found: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     if options.changes_values:
         raise ArgumentError(
             "--mean, --scale, --size and --crop are for pictures; arrays of inputs are used as they are"
         )
-    found = read_arrays(options.data)
     if len(names) == 1 and len(found) == 1:
         return {names[0]: next(iter(found.values()))}
     missing = [name for name in names if name not in found]

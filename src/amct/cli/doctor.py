@@ -87,9 +87,14 @@ def _diagnosed(
 def _batches(door: FrontDoor, data: DataOptions) -> list[Any]:
     from itertools import islice
 
+    from amct.cli.batches import named_batches
     from amct.data import StoredBatches
 
     size = door.batch_size
+    if door.names:
+        arrays = islice(named_batches(door.names, replace(data, batch_size=size)), 2 * MOST_BATCHES)
+        found = [door.converted(batch) for batch in arrays]
+        return [batch for batch in found if len(next(iter(batch.values()))) == size] or found
     stored: StoredBatches = replace(data, batch_size=size).stored()
     found = [door.converted(batch) for batch in islice(stored, 2 * MOST_BATCHES)]
     return [batch for batch in found if len(batch) == size] or found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from amct.cli.model_layers import ONNX_ENDING
-from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,8 @@ class FrontDoor:
         quantize_to: Of calibration data and labelled samples.
         diagnose: Of calibration data, other data and a config.
         data: With the size and the colours that the model takes.
-        converted: A batch of an array.
+        names: Of the inputs, whose arrays the data has; empty for one input of numbers, which takes all kinds of data.
+        converts: Makes what the model takes of an array.
         batch_size: The samples of a batch.
     """
 
@@ -35,8 +36,15 @@ class FrontDoor:
     quantize_to: Callable[..., QuantizedModel]
     diagnose: Callable[..., Diagnosis]
     data: DataOptions
-    converted: Callable[[Any], Any]
+    names: tuple[str, ...]
+    converts: Callable[[Any], Any]
     batch_size: int
+
+    def converted(self, batch: Any) -> Any:  # noqa: ANN401  an array, or several by name
+        """A batch as the model takes it."""
+        if isinstance(batch, dict):
+            return {name: self.converts(array) for name, array in batch.items()}
+        return self.converts(batch)
 
 
 def front_door(model: str, weights: Path | None, data: DataOptions, *, part: str | None = None) -> FrontDoor:
@@ -49,52 +57,64 @@ def front_door(model: str, weights: Path | None, data: DataOptions, *, part: str
         part: The part of a PyTorch model.
 
     Raises:
-        ArgumentError: The model has several inputs.
+        AmctError: The model cannot be read.
     """
     if weights is not None:
         from amct.caffe import door
         from amct.caffe.prototxt import input_shapes
 
         shapes = input_shapes(model)
-        fitted = data.fitting(next(iter(shapes.values()), ()), "bgr")
-        return _opened(door, (model, weights), len(shapes), fitted, data.batch_size)
+        names = tuple(shapes) if len(shapes) > 1 else ()
+        fitted = data if names else data.fitting(next(iter(shapes.values()), ()), "bgr")
+        return _opened(door, (model, weights), names, fitted, data.batch_size)
     if model.endswith(ONNX_ENDING):
+        from amct.cli.batches import is_plain
         from amct.export.onnx.messages import fixed_batch_size
         from amct.onnx_model import door as onnx_door
         from amct.onnx_model.reading import input_shape, read_model
 
         proto = read_model(model).model
-        fitted = data.fitting(input_shape(proto, proto.graph.input[0].name) or ())
+        names = () if is_plain(proto) else tuple(value.name for value in proto.graph.input)
+        fitted = data if names else data.fitting(input_shape(proto, proto.graph.input[0].name) or ())
         size = fixed_batch_size(proto) or data.batch_size
-        return _opened(onnx_door, (model,), len(proto.graph.input), fitted, size)
+        return _opened(onnx_door, (model,), names, fitted, size)
     import torch
 
     from amct.cli.model_layers import load_reference
     from amct.pytorch import door as torch_door
 
-    names = {} if part is None else {"part": part}
-    network, fitted = load_reference(model), data.fitting(None)
-    return _opened(torch_door, (network,), 1, fitted, data.batch_size, torch.from_numpy, **names)
+    own = {} if part is None else {"part": part}
+    network = load_reference(model)
+    names = forward_inputs(network)
+    fitted = data if names else data.fitting(None)
+    return _opened(torch_door, (network,), names, fitted, data.batch_size, torch.from_numpy, **own)
+
+
+def forward_inputs(model: Any) -> tuple[str, ...]:  # noqa: ANN401  a torch module
+    """The arguments that a forward needs, if they are several."""
+    found = [
+        name
+        for name, each in inspect.signature(model.forward).parameters.items()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    return tuple(found) if len(found) > 1 else ()
 
 
 def _opened(
     door: Any,  # noqa: ANN401  a module
     model: tuple[Any, ...],
-    inputs: int,
+    names: tuple[str, ...],
     data: DataOptions,
     batch_size: int,
-    converted: Callable[[Any], Any] = lambda array: array,
+    converts: Callable[[Any], Any] = lambda array: array,
     **part: str,
 ) -> FrontDoor:
-    if inputs > 1:
-        raise ArgumentError(
-            "with this the command line takes models with one input; use quantize_to or diagnose in Python"
-        )
     return FrontDoor(
         quantize=partial(door.quantize, *model, **part),
         quantize_to=partial(door.quantize_to, *model, **part),
         diagnose=partial(door.diagnose, *model),
         data=data,
-        converted=converted,
+        names=names,
+        converts=converts,
         batch_size=batch_size,
     )

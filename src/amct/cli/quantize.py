@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from amct.cli.batches import DataBatches, named_batches
+from amct.cli.front_door import forward_inputs
 from amct.cli.model_layers import ONNX_ENDING, check_reference
 from amct.cli.model_pair import check_file
 from amct.cli.options import MODEL_HELP, DataOptions, JsonOption, takes_data
@@ -343,9 +344,14 @@ def _quantized(  # noqa: PLR0913  the options of the command that change what is
     import amct.pytorch
     from amct.cli.model_layers import load_reference
 
-    batches = FirstBatches(DataBatches.converted(data.fitting(None).stored(), torch.from_numpy))
     mode = cast("AdaRoundMode", adaround)
     network = load_reference(model)
+    names = forward_inputs(network)
+    if names:
+        made = named_batches(names, data).converted_by(torch.from_numpy)
+    else:
+        made = DataBatches.converted(data.fitting(None).stored(), torch.from_numpy)
+    batches = FirstBatches(made)
     quantized = amct.pytorch.quantize(
         network, batches, config, adaround=mode, resume=state, part=part, equalize=equalize
     )

@@ -137,12 +137,38 @@ class _Split:
     search: list[Any]
 
 
-def _read(data: DataOptions, labels: Path | None) -> tuple[NDArray[np.float32], list[int | None]]:
-    """All samples, and the label of each."""
+@dataclass(frozen=True)
+class _Stored:
+    """All samples: an array, or several by input name; and the label of each."""
+
+    values: NDArray[Any] | dict[str, NDArray[Any]]
+    labels: list[int | None]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def at(self, numbers: NDArray[np.int64]) -> NDArray[Any] | dict[str, NDArray[Any]]:
+        """Some of them."""
+        if isinstance(self.values, dict):
+            return {name: array[numbers] for name, array in self.values.items()}
+        return self.values[numbers]
+
+
+def _read(data: DataOptions, labels: Path | None, names: tuple[str, ...]) -> _Stored:
+    """All samples."""
     import numpy as np
 
+    if names:
+        from amct.cli.batches import named_arrays
+
+        if labels is not None:
+            raise ArgumentError("--labels: names pictures; the labels of arrays are an array of the same file")
+        arrays, found = named_arrays(names, data)
+        count = len(next(iter(arrays.values())))
+        return _Stored(arrays, [None] * count if found is None else [int(label) for label in found])
     by_name = None if labels is None else _labels_of(labels)
-    values, found = [], []
+    values: list[NDArray[Any]] = []
+    given: list[int | None] = []
     for sample in data.samples():
         label = sample.label
         if by_name is not None:
@@ -151,11 +177,11 @@ def _read(data: DataOptions, labels: Path | None) -> tuple[NDArray[np.float32], 
                 raise ArgumentError(f'--labels: {labels} has no label for the picture "{name}"')
             label = by_name[name]
         values.append(sample.values)
-        found.append(label)
+        given.append(label)
     shapes = {each.shape for each in values}
     if len(shapes) > 1:
         raise ArgumentError(f"{data.data}: the samples have different shapes; give --size and --crop")
-    return np.stack(values), found
+    return _Stored(np.stack(values), given)
 
 
 def _labels_of(path: Path) -> dict[str, int]:
@@ -178,7 +204,8 @@ def _split(door: FrontDoor, goal: GoalOptions) -> _Split:
     import numpy as np
 
     data, convert, batch = door.data, door.converted, door.batch_size
-    values, labels = _read(data, goal.labels)
+    values = _read(data, goal.labels, door.names)
+    labels = values.labels
     order = np.random.default_rng(goal.seed).permutation(len(values))
     count = min(MOST_CALIBRATION, max(batch, len(values) // CALIBRATION_SHARE))
     count = max(batch, count - count % batch)
@@ -186,15 +213,16 @@ def _split(door: FrontDoor, goal: GoalOptions) -> _Split:
         count = len(values) - len(values) % batch
     own, rest = order[:count], order[count:]
     rest = rest[: len(rest) - len(rest) % batch]
-    calibration = [convert(values[own[i : i + batch]]) for i in range(0, len(own), batch)]
+    calibration = [convert(values.at(own[i : i + batch])) for i in range(0, len(own), batch)]
     if goal.max_drop is None or goal.evaluate is not None:
-        return _Split(calibration, [convert(values[rest[i : i + batch]]) for i in range(0, len(rest), batch)])
+        return _Split(calibration, [convert(values.at(rest[i : i + batch])) for i in range(0, len(rest), batch)])
     if any(labels[index] is None for index in rest):
         raise ArgumentError(
-            f"{data.data}: the samples have no labels, which --max-drop needs; give --labels, or --min-agreement"
+            f"{data.data}: the samples have no labels, which --max-drop needs; give "
+            f"{'an array of the name labels' if door.names else '--labels'}, or --min-agreement"
         )
     numbers = np.array([labels[index] for index in rest])
-    found = [(convert(values[rest[i : i + batch]]), numbers[i : i + batch]) for i in range(0, len(rest), batch)]
+    found = [(convert(values.at(rest[i : i + batch])), numbers[i : i + batch]) for i in range(0, len(rest), batch)]
     return _Split(calibration, found)
 
 
