@@ -125,7 +125,7 @@ def measure(model: Model, rounds: int) -> Line:
         path = Path(folder) / "qdq.onnx"
         path.write_bytes(quantized.SerializeToString())
         sys.path.append(str(Path(__file__).parents[1] / "tests"))
-        from integer_kernels import count_integer_kernels
+        from amct.export.onnx.runtimes import count_integer_kernels
 
         kernels = count_integer_kernels(path)
     lean = Net.from_file(ASSETS / model.prototxt, keep_blobs=False)

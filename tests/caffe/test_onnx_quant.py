@@ -17,8 +17,8 @@ from amct.caffe.engine.net import Net
 from amct.caffe.onnx.graph import float_onnx
 from amct.caffe.onnx.quant import tensors_to_observe
 from amct.errors import ArgumentError, RecordError
+from amct.export.onnx.runtimes import count_integer_kernels
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
-from integer_kernels import count_integer_kernels
 
 NETS = [case for case in NET_CASES if case.name.startswith("mini_")]
 LAYERS = """

@@ -14,7 +14,7 @@ from PIL import Image
 from amct.caffe.engine.net import Net
 from amct.caffe.onnx.graph import float_onnx
 from amct.caffe.onnx.quant import tensors_to_observe
-from integer_kernels import count_integer_kernels
+from amct.export.onnx.runtimes import count_integer_kernels
 
 pytestmark = pytest.mark.assets
 

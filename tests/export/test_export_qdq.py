@@ -11,9 +11,9 @@ from onnx import TensorProto, numpy_helper
 from test_export_fake_quant import balanced
 
 from amct.errors import ArgumentError, ExportError
+from amct.export.onnx.runtimes import KernelCount, count_integer_kernels
 from amct.export.qdq.exporter import plan_tensors, qdq_model
 from amct.export.request import Placement, Target
-from integer_kernels import KernelCount, count_integer_kernels
 
 EXACT8 = {"placement": Placement.EXACT, "target": Target.EXACT8}
 CONVOLUTIONAL = ("residual", "grouped", "linear", "pooled", "conv1d3d")

@@ -11,10 +11,10 @@ import torch
 from export_nets import NETS, Net, calibrate, changed, channels, residual, run, run_all
 from onnx import numpy_helper
 
+from amct.export.onnx.runtimes import count_integer_kernels
 from amct.export.qdq.exporter import qdq_model
 from amct.export.request import Placement, Target
 from amct.pipeline.preparation import with_means
-from integer_kernels import count_integer_kernels
 
 
 def initializers(model):

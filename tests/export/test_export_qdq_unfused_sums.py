@@ -8,8 +8,8 @@ import pytest
 from export_nets import Net, calibrate, run
 from transformer_nets import WIDTH, layer_norm, layer_norm_of_arithmetic, rms_norm
 
+from amct.export.onnx.runtimes import count_integer_kernels
 from amct.export.qdq.exporter import qdq_model
-from integer_kernels import count_integer_kernels
 
 
 def block(norm=layer_norm, *, shape=(2, 5, WIDTH), what=""):

@@ -19,12 +19,12 @@ from amct.export import formats
 from amct.export.deploy import ascend_model, fake_quant_model
 from amct.export.formats import ExportedFiles, ExportedModel, file_name, save_model
 from amct.export.onnx.messages import model_opset
+from amct.export.onnx.runtimes import count_integer_kernels
 from amct.export.qdq.exporter import qdq_model
 from amct.export.request import SavePath, SaveRequest, check_opset
 from amct.export.saving import OnnxFiles, save_files
 from amct.model import Skip
 from amct.model.quant_json import VERSION, QuantJson, quant_json_text, read_quant_json
-from integer_kernels import count_integer_kernels
 
 DEPLOY, FAKE_QUANT, QDQ = (file_name(name) for name in ("deploy", "fake_quant", "qdq"))
 DOCUMENT = QuantJson(version=VERSION, model="net", layers={}, skipped=(), files={})

@@ -29,10 +29,10 @@ import amct.pytorch as torch_door
 from amct.calibration import CalibrationSession
 from amct.errors import ArgumentError, CalibrationError, ConfigError, ModelError
 from amct.export.onnx import runtime
+from amct.export.onnx.runtimes import count_integer_kernels
 from amct.numerics.settings import AdaRoundSettings
 from amct.onnx_model import calibrating
 from amct.record import read_record
-from integer_kernels import count_integer_kernels
 
 EPSILON = float(np.finfo(np.float32).eps)
 

@@ -10,7 +10,7 @@ from PIL import Image
 from real_models import cifar_images, cifar_resnet, onnx_top1
 
 import amct.onnx_model as amct
-from integer_kernels import count_integer_kernels
+from amct.export.onnx.runtimes import count_integer_kernels
 
 pytestmark = pytest.mark.assets
 

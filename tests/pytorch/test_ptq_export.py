@@ -15,8 +15,8 @@ from torch import nn
 
 import amct.pytorch as amct
 from amct.errors import ArgumentError, ExportError
+from amct.export.onnx.runtimes import count_integer_kernels
 from amct.pytorch.onnx.torch_exporter import root_cause
-from integer_kernels import count_integer_kernels
 
 NETS = (
     "mix", "conv1d3d", "attention", "resnet20", "mobile", "folds", "keywords", "one_dict", "lstm", "lstm_state",

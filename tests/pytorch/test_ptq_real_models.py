@@ -16,7 +16,7 @@ from real_models import cifar_images, cifar_resnet, imagenet_images, onnx_top1, 
 from torch import nn
 
 import amct.pytorch as amct
-from integer_kernels import count_integer_kernels
+from amct.export.onnx.runtimes import count_integer_kernels
 
 pytestmark = pytest.mark.assets
 

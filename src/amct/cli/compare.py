@@ -17,6 +17,7 @@ from amct.cli.own_layers import takes_own_layers
 from amct.cli.printing import aligned, comparison_row, decibel, most_harmed, show, show_json
 from amct.errors import ArgumentError, CalibrationError
 from amct.log import few_lines
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 MISSING = -1
 """The label of a sample that has none."""
+PARTED = 40.0
+"""SQNR of a tensor in two runtimes below which more differs than the rounding of ties: 8 bits keep about as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class Request:
         report: The HTML report to write; None: no report.
         top1: Whether to measure the top-1 accuracy.
         boxes: Whether outputs in the form of boxes are compared as boxes also where their number is fixed.
+        runtime: What runs the quantized file; None: onnxruntime.
     """
 
     models: list[str]
@@ -53,6 +57,7 @@ class Request:
     report: Path | None = None
     top1: bool = False
     boxes: bool = False
+    runtime: str | None = None
 
     def run(self) -> dict[str, Any]:
         """Compare the models, write the report if requested, and return the results as plain data.
@@ -62,11 +67,15 @@ class Request:
         """
         from amct import atomic
 
-        pair = parse_models(self.models)
+        one_file = self.runtime is not None and len(self.models) == 1
+        pair = parse_models(self.models * 2 if one_file else self.models)
+        self._check_runtime(pair, one_file=one_file)
         if self.report is not None:
             check_report(self.report)
             atomic.check_writable(self.report.parent)
         self.data.check()
+        if one_file:
+            return self._result(pair, _between_runtimes(pair, self, self.runtime or ""))
         measured, content = _RUNS[pair.kind](pair, self)
         if self.boxes:
             measured, content = _as_boxes(measured, content)
@@ -76,6 +85,21 @@ class Request:
             assert content is not None
             write_page(self.report, content)
         return self._result(pair, measured)
+
+    def _check_runtime(self, pair: ModelPair, *, one_file: bool) -> None:
+        """Check the runtime before any data is read."""
+        if self.runtime is None:
+            return
+        from amct.export.onnx.runtimes import check_runtime
+
+        check_runtime(self.runtime)
+        if pair.kind is ModelKind.CAFFE:
+            raise ArgumentError(
+                "--runtime: Caffe models run in our own engine; give their ONNX files (amct caffe to-onnx)"
+            )
+        given = [f"--{name}" for name in ("report", "top1", "boxes") if getattr(self, name)]
+        if one_file and given:
+            raise ArgumentError(f"{given[0]}: it needs a float model; give FLOAT and QUANT with --runtime")
 
     def batches(self, fixed_size: int | None = None) -> Iterator[Batch]:
         """Yield values and labels; with ``fixed_size``, the fixed batch size of a model, only full batches.
@@ -115,6 +139,7 @@ class Request:
         result: dict[str, Any] = {
             "float": list(pair.float_model),
             "quantized": list(pair.quantized_model),
+            **self._in_runtime(pair, measured),
             "batches": measured.batches,
             "outputs": [comparison_row(each, "output") for each in measured.outputs],
             "boxes": [{"text": str(each), **asdict(each)} for each in measured.boxes],
@@ -125,6 +150,23 @@ class Request:
         if self.report is not None:
             result["report"] = str(self.report)
         return result
+
+    def _in_runtime(self, pair: ModelPair, measured: Measured) -> dict[str, Any]:
+        """What a chosen runtime makes of the file, and from which tensor on it computes something else."""
+        if self.runtime is None:
+            return {}
+        from amct.export.onnx.runtimes import count_integer_kernels
+
+        kernels = count_integer_kernels(pair.quantized_model[0], self.runtime)
+        found: dict[str, Any] = {"runtime": self.runtime, "integer": kernels.integer, "products": kernels.total}
+        if pair.float_model == pair.quantized_model:
+            found["parts_at"] = first_parting(measured)
+        return found
+
+
+def first_parting(measured: Measured) -> str | None:
+    """The first tensor in which two runtimes differ as much as rounding to 8 bits does."""
+    return next((name for name, found in measured.layers.items() if found.sqnr < PARTED), None)
 
 
 def _as_boxes(measured: Measured, content: ReportContent | None) -> _Found:
@@ -225,12 +267,37 @@ def _run_onnx_files(
     if request.report is None and not request.top1:
         from amct.onnx_model import measure
 
-        return measure(float_model, quantized, batches, inputs=_values), None
+        return measure(float_model, quantized, batches, inputs=_values, runtime=request.runtime), None
     from amct.onnx_model.file_report import files_report
 
     files = (*(() if pair.kind is ModelKind.TORCH else pair.float_model), quantized)
-    found = files_report(float_model, quantized, batches, metric=request.metric, inputs=_values, files=files, name=name)
+    found = files_report(
+        float_model,
+        quantized,
+        batches,
+        metric=request.metric,
+        inputs=_values,
+        files=files,
+        name=name,
+        runtime=request.runtime,
+    )
     return found.measured, found.content
+
+
+def _between_runtimes(pair: ModelPair, request: Request, runtime: str) -> Measured:
+    """One file in a runtime, and in onnxruntime without optimizations."""
+    from amct.cli.batches import is_plain
+    from amct.export.onnx.messages import fixed_batch_size
+    from amct.onnx_model.comparing import measure_runtime
+    from amct.onnx_model.reading import input_shape, read_model
+
+    (file,) = pair.quantized_model
+    proto = read_model(file, "FILE", allow_quantized=True).model
+    if not is_plain(proto):
+        batches = named_batches([value.name for value in proto.graph.input], request.data, fixed_batch_size(proto))
+        return measure_runtime(file, batches, runtime, inputs=_values)
+    request = request.fitting(input_shape(proto, proto.graph.input[0].name) or (), pair)
+    return measure_runtime(file, request.batches(fixed_batch_size(proto)), runtime, inputs=_values)
 
 
 _RUNS: dict[ModelKind, Any] = {ModelKind.CAFFE: _run_caffe, ModelKind.ONNX: _run_onnx, ModelKind.TORCH: _run_torch}
@@ -249,7 +316,7 @@ WORST_SHOWN = 10
 
 @takes_own_layers
 @takes_data
-def compare(
+def compare(  # noqa: PLR0913  one for each option
     models: Models,
     *,
     data: DataOptions,
@@ -259,6 +326,14 @@ def compare(
     ] = False,
     worst: Annotated[int, typer.Option(help="How many of the most harmed layers are shown.", min=0)] = WORST_SHOWN,
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report to this file.")] = None,
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            help="Run the quantized ONNX file in onnxruntime (the default), onnxruntime-extended, onnxruntime-basic, "
+            "onnxruntime-none (fewer optimizations) or openvino. With one FILE: compare what it computes there with "
+            "onnxruntime-none."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for other programs, with all layers.")] = False,
 ) -> None:
     """Compare a float model with its quantized one on data: outputs, and the most harmed layers.
@@ -276,9 +351,11 @@ def compare(
     boxes beside scores.
 
     Example: amct compare package.module:factory out/net --data images.npy --report report.html
+
+    Example: amct compare out/net_qdq_model.onnx --runtime openvino --data images.npy
     """
     with few_lines(), log.screen_only():  # warnings by the rules of every command, whatever ran before in this process
-        result = Request(models=models, data=data, report=report, top1=top1, boxes=boxes).run()
+        result = Request(models=models, data=data, report=report, top1=top1, boxes=boxes, runtime=runtime).run()
     if as_json:
         show_json(result)
     else:
@@ -286,7 +363,10 @@ def compare(
 
 
 def _as_text(result: dict[str, Any], count: int) -> str:
-    lines = [f"float      {' '.join(result['float'])}", f"quantized  {' '.join(result['quantized'])}"]
+    between, unit = "parts_at" in result, "tensor" if "parts_at" in result else "layer"
+    lines = [f"quantized  {' '.join(result['quantized'])}"]
+    lines[:0] = [] if between else [f"float      {' '.join(result['float'])}"]
+    lines += _runtime_lines(result) if "runtime" in result else []
     lines.append(f"data       {result['batches']} batch{'es' if result['batches'] > 1 else ''}")
     if "top1" in result:
         lines.append(f"top-1      {result['top1']['float']:.2%} in float, {result['top1']['quantized']:.2%} quantized")
@@ -298,14 +378,24 @@ def _as_text(result: dict[str, Any], count: int) -> str:
         lines += ["", "no outputs were compared: they have no common shape"]
     worst = most_harmed(result["layers"], count)
     if worst:
-        header = ("layer", "SQNR", "cosine")
-        lines += ["", f"most harmed of {len(result['layers'])} layers"]
-        lines += aligned([header, *(_cells(row, "layer") for row in worst)])
+        lines += ["", f"most {'different' if between else 'harmed'} of {counted(len(result['layers']), unit)}"]
+        lines += aligned([(unit, "SQNR", "cosine"), *(_cells(row, "layer") for row in worst)])
     elif not result["layers"]:
         lines += ["", "no layers were compared: the two files have no layer under the same name"]
     if "report" in result:
         lines += ["", f"wrote {result['report']}"]
     return "\n".join(lines)
+
+
+def _runtime_lines(result: dict[str, Any]) -> list[str]:
+    """What a runtime makes of the file."""
+    lines = [f"runtime    {result['runtime']}"]
+    lines += [f"integers   {result['integer']} of {result['products']} convolutions and matrix products"]
+    if "parts_at" in result:
+        lines[0] += ", compared with onnxruntime-none"
+        at = result["parts_at"]
+        lines.append(f"parts      {'nowhere' if at is None else f'first at {at}'} ({PARTED:g} dB)")
+    return lines
 
 
 def _cells(row: dict[str, Any], name: str) -> tuple[str, str, str]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 from torch import Tensor
 
 from amct.errors import ModelError
 from amct.export.formats import layer_outputs, rescaled_layers
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.onnx.runtime import Runner, as_tensor
+from amct.export.onnx.runtime import as_tensor
+from amct.export.onnx.runtimes import DEFAULT, PLAIN, check_runtime, load
 from amct.model.operators import BATCH_NORM
 from amct.onnx_model.batches import onnx_batches
 from amct.onnx_model.layers import find_all_layers
@@ -46,6 +48,7 @@ def compare(
     data: object,
     *,
     inputs: BatchInputs | None = None,
+    runtime: str | None = None,
 ) -> list[LayerComparison]:
     """Run both models on data and compare the outputs of their layers, in execution order.
 
@@ -55,6 +58,8 @@ def compare(
             work if they keep tensor names.
         data: an array, a dict of arrays by input name, or an iterable of batches, as for ``quantize``.
         inputs: as for ``quantize``.
+        runtime: what runs the quantized model: "onnxruntime" (the default), with fewer optimizations
+            "onnxruntime-extended", "onnxruntime-basic" or "onnxruntime-none", or "openvino".
 
     Raises:
         FileError, ParseError: a file cannot be read.
@@ -62,7 +67,7 @@ def compare(
         ArgumentError: the outputs of a layer have different shapes, or the data does not fit the model.
         CalibrationError: there is no data.
     """
-    measured = measure(float_model, quantized_model, data, inputs=inputs)
+    measured = measure(float_model, quantized_model, data, inputs=inputs, runtime=runtime)
     if not measured.layers:
         raise ModelError(
             "float_model and quantized_model must have layers in common, with the same tensor names; "
@@ -77,6 +82,7 @@ def measure(
     data: object,
     *,
     inputs: BatchInputs | None = None,
+    runtime: str | None = None,
 ) -> Measured:
     """As ``compare``, including the model outputs; without common layers only the outputs are compared.
 
@@ -89,7 +95,49 @@ def measure(
     pair = Pair.of(reference, other)
     batches = onnx_batches(reference, data, inputs)
     batches.first()  # fails before the models are loaded if data is missing or does not fit
-    return flow_compare.measure(*pair.models(), batches.with_originals())
+    return flow_compare.measure(*pair.models(runtime=runtime), batches.with_originals())
+
+
+def measure_runtime(file: AnyModel, data: object, runtime: str, *, inputs: BatchInputs | None = None) -> Measured:
+    """Run one file in a runtime and, operator by operator, in onnxruntime without optimizations.
+
+    Instead of layers, the tensors that the file quantizes are compared, in the order of execution; runtimes compute
+    them in integers also while they are watched. Of a file without any, the outputs of its layers are compared.
+
+    Raises:
+        FileError, ParseError: the file cannot be read.
+        ModelError: a runtime cannot run it.
+        AmctError: there is no such runtime, or it is not installed.
+        ArgumentError, CalibrationError: the data does not fit the model.
+    """
+    model = read_model(file, "model", allow_quantized=True).model
+    batches = onnx_batches(model, data, inputs)
+    batches.first()  # as above
+    names = [value.name for value in model.graph.input], [value.name for value in model.graph.output]
+    integers = _quantized_tensors(model)
+    layers = {name: tensor for tensor, (name, _) in integers.items()}
+    plain = OnnxRun(
+        model=model,
+        feeds={name: name for name in names[0]},
+        outputs={name: name for name in names[1]},
+        layers=layers or {name: tensors[0] for name, tensors in common_layers(model, model).items()},
+        inputs={},
+        zeros={tensor: zero for tensor, (_, zero) in integers.items()},
+        runtime=PLAIN,
+    )
+    return flow_compare.measure(plain, replace(plain, runtime=check_runtime(runtime)), batches.with_originals())
+
+
+def _quantized_tensors(model: ModelProto) -> dict[str, tuple[str, NDArray[Any]]]:
+    """By tensor of integers: the float tensor that it holds, and the integer that stands for 0."""
+    graph = OnnxGraph(model)
+    found = {}
+    for node in graph.nodes:
+        if node.op_type == "QuantizeLinear" and graph.constant(node.input[0]) is None:
+            zero = graph.constant(node.input[2]) if len(node.input) > 2 else None
+            if zero is None or zero.size == 1:
+                found[node.output[0]] = node.input[0], np.zeros(1) if zero is None else zero.astype(np.float64)
+    return found
 
 
 WatchedInputs = Mapping[str, tuple[str, Callable[[Tensor], Tensor]]]
@@ -106,6 +154,8 @@ class OnnxRun:
         outputs: By output of the float model: the output of this model.
         layers: By layer: the tensor with its output.
         inputs: The layer inputs that can be observed.
+        zeros: By tensor of integers: the integer that stands for 0.
+        runtime: What runs the model; its outputs are then those of the model as it is, without watched tensors.
     """
 
     shapes_vary: ClassVar[bool] = False
@@ -114,6 +164,8 @@ class OnnxRun:
     outputs: Mapping[str, str]
     layers: Mapping[str, str]
     inputs: WatchedInputs
+    zeros: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    runtime: str | None = None
 
     @contextmanager
     def watch(
@@ -122,19 +174,27 @@ class OnnxRun:
         """A context whose value is a function that runs the model on one batch."""
         watched = self.inputs if inputs is not None else {}
         layers = self.layers if outputs is not None else {}
-        runner = Runner(self.model, [*(tensor for tensor, _ in watched.values()), *layers.values()])
+        tensors = [*(tensor for tensor, _ in watched.values()), *layers.values()]
+        runner = load(self.model, self.runtime or DEFAULT, tensors)
+        whole = load(self.model, self.runtime) if self.runtime and tensors else None
 
         def run(feeds: Feeds) -> ModelOutput:
-            values = runner.run({self.feeds[name]: value for name, value in feeds.items()})
+            given = {self.feeds[name]: value for name, value in feeds.items()}
+            values = runner.run(given)
             for layer, tensor in layers.items():
                 assert outputs is not None
-                outputs(layer, as_tensor(values[tensor]))
+                outputs(layer, as_tensor(self._number(tensor, values[tensor])))
             for layer, (tensor, balanced) in watched.items():
                 assert inputs is not None
                 inputs(input_key(layer), balanced(as_tensor(values[tensor])))
-            return onnx_output({name: values[own] for name, own in self.outputs.items()})
+            results = values if whole is None else whole.run(given)
+            return onnx_output({name: results[own] for name, own in self.outputs.items()})
 
         yield run
+
+    def _number(self, tensor: str, values: NDArray[Any]) -> NDArray[Any]:
+        """The values of a tensor; integers in steps from 0."""
+        return values - self.zeros[tensor] if tensor in self.zeros else values
 
 
 def onnx_output(arrays: Mapping[str, NDArray[Any]]) -> ModelOutput:
@@ -178,8 +238,13 @@ class Pair:
             reference=reference, other=other, inputs=inputs, outputs=outputs, layers=common_layers(reference, other)
         )
 
-    def models(self, inputs: WatchedInputs | None = None) -> tuple[OnnxRun, OnnxRun]:
-        """Both models, ready to be compared; ``inputs`` are the layer inputs of the reference to observe."""
+    def models(self, inputs: WatchedInputs | None = None, *, runtime: str | None = None) -> tuple[OnnxRun, OnnxRun]:
+        """Both models, ready to be compared.
+
+        Args:
+            inputs: The layer inputs of the reference to observe.
+            runtime: What runs the other model.
+        """
         own = OnnxRun(
             model=self.reference,
             feeds={name: name for name in self.inputs},
@@ -193,6 +258,7 @@ class Pair:
             outputs=self.outputs,
             layers={name: tensors[1] for name, tensors in self.layers.items()},
             inputs={},
+            runtime=None if runtime is None else check_runtime(runtime),
         )
         return own, other
 

@@ -72,7 +72,7 @@ class _Layer:
         )
 
 
-def files_report(
+def files_report(  # noqa: PLR0913  most of them say what the report tells besides
     float_model: AnyModel,
     quantized_file: str | os.PathLike[str],
     data: object,
@@ -81,6 +81,7 @@ def files_report(
     inputs: BatchInputs | None = None,
     files: Iterable[str | os.PathLike[str]] = (),
     name: str | None = None,
+    runtime: str | None = None,
 ) -> MeasuredReport:
     """The report of a float model and of a file that was quantized from it.
 
@@ -92,6 +93,7 @@ def files_report(
         inputs: Turns a batch into the model's inputs.
         files: Files whose sizes are shown.
         name: The model's name; by default the file name.
+        runtime: What runs the file; by default onnxruntime.
 
     Raises:
         FileError, ParseError: a file cannot be read.
@@ -116,14 +118,14 @@ def files_report(
     )
     watched = {each.found.name: (each.found.layer.reader.input[0], each.balanced_input) for each in layers}
     measured = measure(
-        *Pair.of(reference, other).models(watched),
+        *Pair.of(reference, other).models(watched, runtime=runtime),
         onnx_batches(reference, data, inputs).with_originals(),
         statistics=subject.statistics(),
         metric=metric,
         sample_count=lambda _, feeds: sample_count(feeds),
     )
-    file_name = Path(quantized_file).name
-    content = report_content(subject, measured, files=files, outputs_of=file_name, layers_of=file_name)
+    of = Path(quantized_file).name if runtime is None else f"{Path(quantized_file).name} in {runtime}"
+    content = report_content(subject, measured, files=files, outputs_of=of, layers_of=of)
     return MeasuredReport(content=content, measured=measured)
 
 

@@ -9,7 +9,7 @@ from lowering_check import check
 from torch import nn
 from torch.nn import functional
 
-from integer_kernels import count_integer_kernels
+from amct.export.onnx.runtimes import count_integer_kernels
 
 
 def values(*shape: int, seed: int = 0, low: float = -2.0, high: float = 2.0) -> torch.Tensor:

@@ -53,12 +53,20 @@ class Runner:
         model: any model that onnxruntime supports; it is not changed.
         watched: tensors to return in addition to the outputs: node outputs, inputs or constants.
         lean: Whether a large model runs without copies of its weights in the order of fast kernels.
+        options: What the session begins with; it is changed.
 
     Raises:
         ModelError: onnxruntime cannot load the model.
     """
 
-    def __init__(self, model: ModelProto, watched: Iterable[str] = (), *, lean: bool = False) -> None:
+    def __init__(
+        self,
+        model: ModelProto,
+        watched: Iterable[str] = (),
+        *,
+        lean: bool = False,
+        options: onnxruntime.SessionOptions | None = None,
+    ) -> None:
         self.outputs = tuple(value.name for value in model.graph.output)
         wanted = dict.fromkeys(watched)
         inputs = {value.name for value in model.graph.input}
@@ -71,7 +79,8 @@ class Runner:
         self._light = light_copy(model)
         self._checked_shapes: dict[str, tuple[int, ...]] | None = None
         is_lean = lean and parameter_bytes(model) >= LARGE_MODEL  # sums in another order: small models stay as they are
-        self._session = open_session(with_outputs(model, computed), NO_SPINNING, lean=is_lean)
+        extended = with_outputs(model, computed)
+        self._session = open_session(extended, NO_SPINNING, lean=is_lean, options=options)
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The outputs and the watched tensors, by name.
@@ -203,6 +212,7 @@ def open_session(
     profile: Path | None = None,
     lean: bool = False,
     is_large: bool | None = None,
+    options: onnxruntime.SessionOptions | None = None,
 ) -> onnxruntime.InferenceSession:
     """Load a model, or the file of one, in onnxruntime on the CPU; nothing is logged.
 
@@ -213,11 +223,12 @@ def open_session(
         profile: Prefix of the file to which onnxruntime writes the time of each node.
         lean: Whether a large model is loaded without copies of its weights in the order of fast kernels.
         is_large: Whether it counts as large; by default its size tells.
+        options: What the session begins with; it is changed.
 
     Raises:
         ModelError: onnxruntime cannot load the model.
     """
-    options = onnxruntime.SessionOptions()
+    options = options or onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL_ONLY
     size = model.stat().st_size if isinstance(model, Path) else parameter_bytes(model)
     unpacked = lean and (size >= LARGE_MODEL if is_large is None else is_large)
