@@ -80,7 +80,7 @@ release-check: check
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py --inputs 100000 --seed 1 --keep fuzz_failures
 
 # Most measurements need the machine for themselves. Training takes long and counts its own CPU time: two at a time.
-BENCH_TRAINING := prune_pytorch qat_pytorch qat_caffe
+BENCH_TRAINING := decompose prune_pytorch qat_pytorch qat_caffe
 BENCH_ELSEWHERE := zoo prune_zoo qat_zoo
 BENCH_ALONE := $(filter-out $(BENCH_TRAINING) $(BENCH_ELSEWHERE),$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 bench: $(BENCH_STAMP)

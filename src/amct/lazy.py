@@ -21,7 +21,7 @@ def lazy_names(
 
     Args:
         package: Its ``__name__``.
-        modules: The module that defines each public name.
+        modules: The module that defines each public name, or is it.
         missing: What to use in place of names that scripts may know from elsewhere and the package does not have.
     """
 
@@ -29,7 +29,8 @@ def lazy_names(
         if name not in modules:
             instead = f"; instead: {missing[name]}" if name in missing else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}{instead}")
-        value: object = getattr(importlib.import_module(modules[name]), name)
+        module = importlib.import_module(modules[name])
+        value: object = module if modules[name] == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)  # the next use finds it without this function
         return value
 

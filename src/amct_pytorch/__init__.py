@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         MatMulQAT,
     )
     from amct.pytorch.qat.single_op.recurrent import GRUQAT, LSTMQAT
+    from amct_pytorch import tensor_decompose
 
 __all__ = [
     "GRUQAT",
@@ -64,6 +65,7 @@ __all__ = [
     "save_model",
     "save_prune_retrain_model",
     "save_quant_retrain_model",
+    "tensor_decompose",
 ]
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -96,10 +98,10 @@ __getattr__, __dir__ = lazy_names(
         "save_model": "amct.pytorch.amct_api",
         "save_prune_retrain_model": "amct.pytorch.pruning.amct_api",
         "save_quant_retrain_model": "amct.pytorch.qat.amct_api",
+        "tensor_decompose": "amct_pytorch.tensor_decompose",
     },
     missing={
         "auto_channel_prune_search": "`amct.pytorch.prune` with `flops` and `batches`",
-        "tensor_decompose": "nothing; `amct.pytorch.prune` makes a network smaller",
         **dict.fromkeys(
             ("create_distill_config", "create_distill_model", "distill", "save_distill_model"),
             "`amct.pytorch.prepare_qat` with `teacher`",

@@ -252,8 +252,8 @@ class OnnxFiles:
 
     def _record_files(self) -> ExportedFiles:
         files = {name: [content] for name, content in self.beside_record.items()}
-        assert self.record is not None
-        files["record.txt"] = [encode_record(self.record, "text")]
+        if self.record is not None:
+            files["record.txt"] = [encode_record(self.record, "text")]
         if self.tensors is not None:
             files[str(tensor_qparams_path("record.txt"))] = [tensor_qparams_text(self.tensors).encode()]
         return ExportedFiles(files=files)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from amct.config.simple_config import LayerConfig
     from amct.numerics.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
     from amct.pipeline.quantized_model import QuantizedModel
+    from amct.pytorch.decomposition.door import DecomposedModel, decompose
     from amct.pytorch.door import compare, diagnose, quantize, quantize_to
     from amct.pytorch.inputs import IoOptions
     from amct.pytorch.pruning.door import prune, restore_pruned, sparsify
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdaRoundSettings",
     "ArqSettings",
+    "DecomposedModel",
     "HfmgSettings",
     "IfmrSettings",
     "IoOptions",
@@ -40,6 +42,7 @@ __all__ = [
     "QuantizedModel",
     "Record",
     "compare",
+    "decompose",
     "diagnose",
     "prepare_qat",
     "prune",
@@ -64,6 +67,8 @@ __getattr__, __dir__ = lazy_names(
         "QuantizedModel": "amct.pipeline.quantized_model",
         "Record": "amct.record",
         "compare": "amct.pytorch.door",
+        "DecomposedModel": "amct.pytorch.decomposition.door",
+        "decompose": "amct.pytorch.decomposition.door",
         "prepare_qat": "amct.pytorch.qat.door",
         "prune": "amct.pytorch.pruning.door",
         "diagnose": "amct.pytorch.door",

@@ -188,7 +188,7 @@ class LayerNote:
 
 @dataclass(frozen=True, kw_only=True)
 class PrunedLayer:
-    """A layer that makes channels: their number before and after pruning."""
+    """A layer that makes channels: their number before and after pruning, or its rank."""
 
     layer: str
     before: int
@@ -246,6 +246,7 @@ class ReportContent:
         fused: The folded layers, each with the layer it was folded into.
         skipped: The layers that are not quantized, or not pruned, each with the reason.
         pruned: The layers of a pruned model.
+        counted: What is counted of them, such as channels.
         kind: What the page is called.
         config: The config used, as text.
         versions: Names and versions of the programs used.
@@ -268,6 +269,7 @@ class ReportContent:
     fused: tuple[LayerNote, ...] = ()
     skipped: tuple[LayerNote, ...] = ()
     pruned: tuple[PrunedLayer, ...] = ()
+    counted: str = "channels"
     kind: str = "Quantization report"
     config: str = ""
     versions: tuple[tuple[str, str], ...] = ()

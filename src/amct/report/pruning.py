@@ -56,6 +56,7 @@ def pruning_content(
     *,
     files: Sequence[Path] = (),
     config: str = "",
+    counted: str = "channels",
 ) -> ReportContent:
     """Return the content of a report on a pruned model.
 
@@ -66,6 +67,7 @@ def pruning_content(
         numbers: What was measured.
         files: Files whose sizes are listed.
         config: The settings, as text.
+        counted: What ``channels`` counts.
 
     Raises:
         FileError: One of the files cannot be read.
@@ -78,7 +80,8 @@ def pruning_content(
         figures.append(_figure("onnxruntime", *(f"{1000 * each:.3g} ms" for each in numbers.seconds)))
     return ReportContent(
         model=model,
-        kind="Pruning report",
+        kind="Pruning report" if counted == "channels" else "Decomposition report",
+        counted=counted,
         measured_on="the example input",
         figures=tuple(figures),
         files=file_sizes(files),

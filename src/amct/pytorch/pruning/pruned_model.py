@@ -6,7 +6,7 @@ import io
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from markupsafe import Markup
@@ -67,25 +67,27 @@ class PrunedModel:
     config: str
     io: IoOptions
 
+    _counted: ClassVar[str] = "channels"
+
     def summary(self) -> str:
         """What was removed, what was not and why, as text."""
         pruned = {name: pair for name, pair in self.channels.items() if pair[0] != pair[1]}
-        sparse = sparse_layers(self.model)
-        what = (
-            f"{len(pruned)} of {len(self.channels)} layers pruned"
-            if not sparse
-            else f"{len(sparse)} layers sparse (2:4)"
-        )
-        lines = [f"{type(self.model).__name__}: {what}"]
+        lines = [f"{type(self.model).__name__}: {self._what(len(pruned))}"]
         lines.append(f"  parameters  {count_text(self.before.parameters)} → {count_text(self.after.parameters)}")
         lines.append(f"  MACs        {count_text(self.before.macs)} → {count_text(self.after.macs)}")
         names = [escaped(shortened(name)) for name in pruned]
         width = max((len(name) for name in [*names, *(skip.layer for skip in self.skipped)]), default=0)
-        lines += [f"  {name:<{width}}  {a} → {b} channels" for name, (a, b) in zip(names, pruned.values(), strict=True)]
+        lines += [
+            f"  {name:<{width}}  {a} → {b} {self._counted}" for name, (a, b) in zip(names, pruned.values(), strict=True)
+        ]
         if self.skipped:
             lines.append(f"{len(self.skipped)} left as they are:")
             lines += [f"  {escaped(shortened(skip.layer)):<{width}}  {skip.reason}" for skip in self.skipped]
         return printable("\n".join(lines))
+
+    def _what(self, changed: int) -> str:
+        sparse = sparse_layers(self.model)
+        return f"{len(sparse)} layers sparse (2:4)" if sparse else f"{changed} of {len(self.channels)} layers pruned"
 
     def __repr__(self) -> str:
         """The first line of the summary."""
@@ -121,13 +123,17 @@ class PrunedModel:
             where,
             self._example,
             self.io,
-            FloatFiles(
-                record=self._latest_record(),
+            replace(
+                self._files(),
                 formats=(FLOAT,),
-                others={STATE_FILE: stream.getvalue()},
+                others={**self._files().others, STATE_FILE: stream.getvalue()},
                 opset=opset,
             ),
         )
+
+    def _files(self) -> FloatFiles:
+        """What a save writes beside the model and its state."""
+        return FloatFiles(record=self._latest_record())
 
     def _latest_record(self) -> Record:
         """The record with the masks that the layers have now: training may have chosen others."""
@@ -196,6 +202,7 @@ class PrunedModel:
             ),
             files=[Path(file) for file in files],
             config=self.config,
+            counted=self._counted,
         )
         write_page(where, content)
         return where

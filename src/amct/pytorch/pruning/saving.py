@@ -55,7 +55,7 @@ def float_model(traced: Traced, opset: int | None = None) -> tuple[ModelProto, F
     exported = float_onnx(traced, fused, opset=opset or DEFAULT_OPSET)
     notes = FileNotes(
         fusions={layer: [norm] for layer, norm in fused.fusions.items()},
-        skipped=dict.fromkeys(traced.layers, "not quantized: the model was only pruned"),
+        skipped=dict.fromkeys(traced.layers, "not quantized: the model was only made smaller"),
     )
     return exported.model, notes
 
@@ -67,7 +67,7 @@ class FloatFiles:
     Attributes:
         record: Written beside the files, if given.
         formats: The formats of the ONNX files, which all have the same content.
-        others: Further files to write with the record: content by file name behind the prefix.
+        others: Further files to write: content by file name behind the prefix.
         opset: Of the ONNX files; None: the default.
     """
 
@@ -98,7 +98,9 @@ def save_float(
     traced = traced_plain(model, input_data, io)
     onnx_model, notes = float_model(traced, files.opset)
     written = OnnxFiles(
-        request=SaveRequest(where=where, formats=(*files.formats, *([RECORD] if files.record is not None else ()))),
+        request=SaveRequest(
+            where=where, formats=(*files.formats, *([RECORD] if files.record is not None or files.others else ()))
+        ),
         model=onnx_model,
         layers={},
         record=files.record,

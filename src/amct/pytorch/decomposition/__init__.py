@@ -1,0 +1,1 @@
+"""Layers with low-rank weights as two smaller layers each."""
