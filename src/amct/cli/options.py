@@ -80,7 +80,7 @@ class DataOptions:
             "Caffe models and rgb for others."
         ),
     ] = None
-    batch_size: Annotated[int, typer.Option(help="Samples in a batch.")] = 1
+    batch_size: Annotated[int, typer.Option(help="Samples in a batch of the data.")] = 1
     batches: Annotated[int | None, typer.Option(help="Use no more batches than this.")] = None
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from amct.cli.batches import DataBatches
 from amct.cli.model_layers import example_input, load_reference
-from amct.cli.options import JsonOption
+from amct.cli.options import DataOptions, JsonOption, takes_data
 from amct.cli.printing import show, show_json
 from amct.errors import ArgumentError
 from amct.log import few_lines
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from amct.pytorch import PrunedModel
 
+ONE_SAMPLE = 1
+"""The batch size of data where none is given."""
 
+
+@partial(takes_data, optional=True)
 def prune(  # noqa: PLR0913  the options of a command
     model: Annotated[str, typer.Argument(help='A Python reference "package.module:factory".')],
     *,
@@ -27,16 +36,18 @@ def prune(  # noqa: PLR0913  the options of a command
     align: Annotated[int, typer.Option(help="Each layer keeps a multiple of so many channels.")] = 8,
     reach: Annotated[str, typer.Option(help='"full", or "amct": as far as AMCT prunes.')] = "full",
     config: Annotated[Path | None, typer.Option(help="Instead: a simple config (.cfg) with prune_config.")] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="An .npy file of inputs: weights and batch norms are fitted to them.")
-    ] = None,
+    data: DataOptions | None,
     sparse: Annotated[bool, typer.Option("--sparse", help="2:4 sparsity instead of removing channels.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Also write OUTPUT_report.html.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Prune a PyTorch model, and write it as ONNX with its record and its state.
 
+    With data, channels are chosen that can be done without, and weights and batch norms are fitted to what is left.
+
     Example: amct prune mynets:resnet --input-shape 1,3,224,224 --ratio 0.3 -o out/resnet
+
+    Example: amct prune mynets:resnet --input-shape 8,3,224,224 --data images/ --mean 124,117,104 -o out/resnet
     """
     from amct.arguments import output_file
     from amct.atomic import check_writable
@@ -46,6 +57,8 @@ def prune(  # noqa: PLR0913  the options of a command
         check_writable(output.parent)
         if report:
             output_file(page, "--report")
+        if data is not None:
+            data.check()
         settings = {"ratio": ratio, "flops": flops, "align": align, "reach": reach, "config": config}
         result = _result(model, input_shape, data, settings, sparse=sparse)
         files = result.save(output)
@@ -58,11 +71,8 @@ def prune(  # noqa: PLR0913  the options of a command
 
 
 def _result(
-    reference: str, input_shape: str, data: Path | None, settings: dict[str, Any], *, sparse: bool
+    reference: str, input_shape: str, data: DataOptions | None, settings: dict[str, Any], *, sparse: bool
 ) -> PrunedModel:
-    import numpy as np
-    import torch
-
     import amct.pytorch
 
     model, example = load_reference(reference), example_input(input_shape)
@@ -70,17 +80,22 @@ def _result(
         if settings["ratio"] is not None or settings["flops"] is not None or data is not None:
             raise ArgumentError("--sparse keeps two of every four weights: leave --ratio, --flops and --data out")
         return amct.pytorch.sparsify(model, example, config=settings["config"])
-    batches = None
-    if data is not None:
-        from amct.data.arrays import read_array
-
-        values = read_array(data)
-        if values.dtype.kind not in "buif" or not values.size or values.ndim != example.ndim:
-            raise ArgumentError(
-                f"{data}: an array of {values.dtype} of shape {values.shape}, expected inputs such as {input_shape}"
-            )
-        batches = list(torch.split(torch.from_numpy(values.astype(np.float32)), len(example)))
+    batches = None if data is None else _batches(data, example)
     return amct.pytorch.prune(model, example, batches=batches, **settings)
+
+
+def _batches(data: DataOptions, example: Tensor) -> DataBatches:
+    """The data in batches like the example input, unless another size is given."""
+    import torch
+
+    fitted = data.fitting(example.shape)
+    if fitted.batch_size == ONE_SAMPLE:
+        fitted = replace(fitted, batch_size=len(example))
+    first = next(iter(fitted), None)
+    if first is None or first.ndim != example.ndim:
+        shape = "no samples" if first is None else f"samples of shape {list(first.shape[1:])}"
+        raise ArgumentError(f"{data.data}: {shape}, expected inputs such as {list(example.shape)}")
+    return DataBatches.converted(fitted.stored(), torch.from_numpy)
 
 
 def _as_json(result: PrunedModel, files: list[Path]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from amct.model.verdict import LEVELS, NOT_JUDGED
 from amct.printable import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from amct.calibration import Ranks
     from amct.data import StoredBatches
@@ -88,6 +88,12 @@ def quantize(  # noqa: PLR0913  the options of a command
     opset: Annotated[
         int | None, typer.Option(help="Of the ONNX files, 16 to 21; that of the ONNX model, else 18, unless given.")
     ] = None,
+    fixed_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="The only batch size that the ONNX files take; any that the model can take unless given.", min=1
+        ),
+    ] = None,
     adaround: Annotated[
         str,
         typer.Option(
@@ -115,7 +121,7 @@ def quantize(  # noqa: PLR0913  the options of a command
 
     Example: amct quantize net.onnx --data images/ --labels labels.tsv --max-drop 0.5 -o out/net
     """
-    files = _Files(_prefix(output), report, formats, placement, target, opset, run_files=not no_check)
+    files = _Files(_prefix(output), report, formats, placement, target, opset, fixed_batch_size, run_files=not no_check)
     with few_lines():
         own.refuse_unless_caffe(weights is not None)
         _check_options(model, weights, config, part)
@@ -229,6 +235,7 @@ class _Files:
     placement: str
     target: str
     opset: int | None
+    batch_size: int | None
     run_files: bool
 
     def check(self) -> None:
@@ -283,6 +290,12 @@ class _Files:
 
         quantized.save(self.output, self._names() or DEFAULT_FORMATS, check=False)
 
+    def fitting(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """The batches as the files take them."""
+        from amct.export.check.batch import of_size
+
+        return batches if self.batch_size is None else list(of_size(batches, self.batch_size))
+
     @property
     def page(self) -> Path | None:
         """The report to write; None: none."""
@@ -295,6 +308,7 @@ class _Files:
 
         names, placement = self._names() or DEFAULT_FORMATS, None if self.placement == "fast" else self.placement
         options: dict[str, Any] = {"placement": placement, "target": self.target, "opset": self.opset}
+        options["batch_size"] = self.batch_size
         files = quantized.save(self.output, names, check=self.run_files, **options)
         old = self.where.file("report.html")
         if not self.report and is_report(old):
@@ -367,7 +381,7 @@ def _ranks() -> Ranks:
 def _result(quantized: QuantizedModel, data: FirstBatches, files: _Files) -> dict[str, Any]:
     batches = data.first()
     written = files.save(quantized)
-    measured_on, layers, outputs = _measured(quantized, batches, written, files.page)
+    measured_on, layers, outputs = _measured(quantized, files.fitting(batches), written, files.page)
     return {
         "calibrated": str(quantized.calibration),
         "measured_batches": [len(batches), len(data)],

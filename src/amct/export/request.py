@@ -146,6 +146,7 @@ class SaveRequest:
         opset: The opset of the ONNX files; None: the default of the front door.
         record_file: The file that the factors were read from, which ``quant.json`` names.
         calibration: The data of the calibration, for ``quant.json``.
+        batch_size: The only one that the ONNX files take; None: any that the model can take.
     """
 
     where: SavePath
@@ -154,6 +155,7 @@ class SaveRequest:
     options: ExportOptions = field(default_factory=ExportOptions)
     record_file: Path | None = None
     calibration: CalibrationData | None = None
+    batch_size: int | None = None
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from amct.export.formats import ExportedFiles, ExportedModel, ExportRequest, add
 from amct.export.onnx.float_weights import large_float_weights, not_said
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer_lookup import bindings_by_name
+from amct.export.onnx.messages import with_batch_size
 from amct.export.request import RECORD
 from amct.memory import give_back_freed
 from amct.model.quant_json import (
@@ -216,9 +217,11 @@ class OnnxFiles:
     @cached_property
     def _quantized(self) -> ExportRequest:
         assert self.model is not None
+        size = self.request.batch_size
+        model = self.model if size is None else with_batch_size(self.model, size)
         return ExportRequest(
-            model=self.model,
-            bindings=bindings_by_name(self.model, self.layers, self.calls),
+            model=model,
+            bindings=bindings_by_name(model, self.layers, self.calls),
             qparams=self.layers,
             tensors=self.tensors,
             options=self.request.options,

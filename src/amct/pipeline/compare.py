@@ -18,7 +18,7 @@ import numpy as np
 
 from amct import log
 from amct.errors import AmctError, CalibrationError
-from amct.export.check.batch import CALIBRATION, LARGEST_BATCH, MOST_SAMPLES, first_samples
+from amct.export.check.batch import CALIBRATION, LARGEST_BATCH, MOST_SAMPLES, first_samples, with_samples
 from amct.export.check.losses import SHARE, Outputs, Reference, fewest_batches
 from amct.export.formats import layer_outputs, rescaled_layers
 from amct.export.onnx.kept_weights import KeptWeights, read_parts
@@ -158,7 +158,12 @@ class _Pairs:
 
 
 def reference(
-    prepared: PreparedModel, layers: Mapping[str, LayerQParams], examples: Sequence[Any], seconds: float = math.inf
+    prepared: PreparedModel,
+    layers: Mapping[str, LayerQParams],
+    examples: Sequence[Any],
+    seconds: float = math.inf,
+    *,
+    batch_size: int | None = None,
 ) -> Reference:
     """Run the float model and the simulation on calibration batches, or on first samples if their number may vary.
 
@@ -168,10 +173,11 @@ def reference(
         examples: The batches as arguments of the model; of the further ones those count that have the shapes of the
             first, up to ``LARGEST_BATCH`` bytes of outputs.
         seconds: The CPU time of the job so far.
+        batch_size: The only one that the files take, if that of the model may vary.
     """
-    first = _sample(prepared, examples[0])
+    first = _sample(prepared, examples[0], batch_size)
     shapes = _shapes(first[1])
-    further = (_sample(prepared, example) for example in examples[1:])
+    further = (_sample(prepared, example, batch_size) for example in examples[1:])
     samples = [first, *(each for each in further if _shapes(each[1]) == shapes)]
     batches, fewest = [batch for batch, _ in samples], fewest_batches(first[1])
     models = prepared.models_to_check(layers)
@@ -184,9 +190,17 @@ def reference(
     return replace(found[0], further=tuple(found[1:]), seconds=seconds)
 
 
-def _sample(prepared: PreparedModel, example: Any) -> tuple[Any, dict[str, NDArray[Any]]]:  # noqa: ANN401  the door's own
+def _sample(
+    prepared: PreparedModel,
+    example: Any,  # noqa: ANN401  the door's own
+    batch_size: int | None,
+) -> tuple[Any, dict[str, NDArray[Any]]]:
     """A batch, or its first samples, as arguments of the model and by the input names of the files."""
-    batch = first_samples(example, most=MOST_SAMPLES) if prepared.any_batch_size else example
+    batch = example
+    if batch_size is not None:
+        batch = with_samples(example, batch_size)
+    elif prepared.any_batch_size:
+        batch = first_samples(example, most=MOST_SAMPLES)
     return batch, prepared.onnx_inputs(batch)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from amct import atomic
 from amct.calibration import all_ranks
 from amct.config.plan import config_text
-from amct.errors import AmctError, ExportError
+from amct.errors import AmctError, ArgumentError, ExportError
 from amct.export.check.batch import KeptBatches
 from amct.export.formats import ExportedFiles
 from amct.export.onnx.float_weights import large_float_weights, not_said
@@ -219,6 +219,7 @@ class QuantizedModel:
         placement: str | None = None,
         target: str = Target.PORTABLE.value,
         opset: int | None = None,
+        batch_size: int | None = None,
         check: bool = True,
     ) -> list[Path]:
         """Write the quantized model as ``<path>_qdq_model.onnx``, ``<path>_quant.json`` and so on.
@@ -237,6 +238,8 @@ class QuantizedModel:
                 None: "fast", or "auto" for the result of a search for the least latency.
             target: Of the QDQ file: "portable" (neighbouring weights bounded, right on every CPU), "vnni" or "exact8".
             opset: 16 to 21; None: that of the model, or the door's default.
+            batch_size: The only one that the ONNX files take, for programs that ask for fixed sizes; None: files take
+                batches of any size where the model can.
             check: Whether the written files are run; without, a file that cannot be used is not noticed.
 
         Returns:
@@ -244,18 +247,22 @@ class QuantizedModel:
             write nothing and return an empty list at once.
 
         Raises:
-            ArgumentError: An unknown format, placement, target or opset, or an impossible path.
+            ArgumentError: An unknown format, placement, target or opset, an impossible path, or a batch size that the
+                model cannot take.
             ExportError: The model cannot be exported, or a written file cannot be used; nothing was saved.
             FileError: A file cannot be written; nothing was.
         """
         options = ExportOptions(placement=placement or self.placement, target=target)
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
-        request = replace(request, calibration=self.calibration)
+        if batch_size is not None:
+            self._check_batch_size(batch_size)
+        request = replace(request, calibration=self.calibration, batch_size=batch_size)
         if not all_ranks().is_first:
             return []
         compared = None
         if check and request.models:
-            compared = reference(self.prepared, self.qparams, self._examples, self._seconds)
+            size = batch_size if self.prepared.any_batch_size else None
+            compared = reference(self.prepared, self.qparams, self._examples, self._seconds, batch_size=size)
             free_unused_models(self._weight_bytes)
         saved = save_files(self.prepared.files(request, self.qparams, self._tensors, compared))
         self._verdict = saved.verdict or self._verdict
@@ -264,6 +271,19 @@ class QuantizedModel:
                 if file.name.endswith(QUANT_JSON):
                     add_search(file, self.certificate, self.history)
         return saved.paths
+
+    def _check_batch_size(self, size: int) -> None:
+        """Check that the files can have this batch size, and can be run with it."""
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ArgumentError(f"batch_size: expected at least 1, got {size!r}")
+        if self.prepared.any_batch_size:
+            return
+        own = len(next(iter(self.prepared.onnx_inputs(self._examples[0]).values())))
+        if own != size:
+            raise ArgumentError(
+                f"batch_size={size}: this model cannot be run with other batches than those of the calibration, which "
+                f"have {own}; calibrate with batches of {size}"
+            )
 
     def compare(
         self, data: object, inputs: BatchInputs | None = None, *, deploy: bool = False

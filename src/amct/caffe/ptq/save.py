@@ -23,6 +23,7 @@ from amct.errors import ArgumentError, ExportError, RecordError
 from amct.export.check.checking import OnnxCheck
 from amct.export.formats import ExportedFiles, ExportedModel
 from amct.export.onnx.kept_weights import KeptWeights
+from amct.export.onnx.messages import with_batch_size
 from amct.export.request import RECORD, SavePath, SaveRequest
 from amct.export.saving import save_files
 from amct.memory import give_back_freed
@@ -254,7 +255,9 @@ class CaffeFiles:
             model = self._onnx_results.float_model(rounded=rounded)
             opset = DEFAULT_OPSET if self.request.opset is None else self.request.opset
             given = self._form if opset == DEFAULT_OPSET and model is self._results.folded_model else None
-            self._forms[rounded] = given or float_onnx(model.build(), opset=opset, kept=KeptWeights())
+            form = given or float_onnx(model.build(), opset=opset, kept=KeptWeights())
+            size = self.request.batch_size
+            self._forms[rounded] = form if size is None else replace(form, model=with_batch_size(form.model, size))
         return self._forms[rounded]
 
     def _in_onnx(self, name: str, left_float: Collection[str] = ()) -> Exported:

@@ -29,7 +29,7 @@ from amct.memory import gibibytes
 from amct.numerics.observer import is_dense
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from onnx import ModelProto, ValueInfoProto
@@ -85,6 +85,22 @@ def first_samples(batch: Any, *, most: int | None = None, largest: int | None = 
     if wanted == samples:
         return batch
     return pytree.tree_map_only((Tensor, np.ndarray), lambda array: array[:wanted], batch) if wanted else None
+
+
+def with_samples(batch: Any, count: int, first: int = 0) -> Any:  # noqa: ANN401  as above
+    """So many samples of a batch that can be divided, from one on; behind the last one comes the first one again."""
+
+    def chosen(array: Any) -> Any:  # noqa: ANN401  a tensor or an array
+        return array[np.arange(first, first + count) % max(array.shape[0], 1)]
+
+    return pytree.tree_map_only((Tensor, np.ndarray), chosen, batch)
+
+
+def of_size(batches: Iterable[Any], count: int) -> Iterator[Any]:
+    """The samples of batches in batches of one size, the last one of each filled with its first samples."""
+    for batch in batches:
+        for first in range(0, batch_size(batch)[0], count):
+            yield with_samples(batch, count, first)
 
 
 def copied(batch: Any) -> Any:  # noqa: ANN401  as above

@@ -41,6 +41,22 @@ def fixed_batch_size(model: ModelProto) -> int | None:
     return min((int(each[0].dim_value) for each in shapes if each and each[0].HasField("dim_value")), default=0) or None
 
 
+def with_batch_size(model: ModelProto, size: int) -> ModelProto:
+    """A copy of a model that takes batches of any size, for batches of one size only."""
+    fixed = ModelProto()
+    fixed.CopyFrom(model)
+    first = [value.type.tensor_type.shape.dim[:1] for value in fixed.graph.input]
+    labels = {axis.dim_param for axes in first for axis in axes if axis.dim_param}
+    for axes in first:
+        for axis in axes:
+            axis.dim_value = size
+    for value in (*fixed.graph.input, *fixed.graph.output, *fixed.graph.value_info):
+        for axis in value.type.tensor_type.shape.dim:
+            if axis.dim_param in labels:
+                axis.dim_value = size
+    return fixed
+
+
 def model_opset(model: ModelProto) -> int:
     """The opset version of the standard operators in a model."""
     return next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)

@@ -232,6 +232,7 @@ class QatModel(nn.Module):
         placement: str = Placement.FAST.value,
         target: str | None = None,
         opset: int | None = None,
+        batch_size: int | None = None,
         check: bool = True,
     ) -> list[Path]:
         """Write the trained model; arguments, files and errors are those of ``QuantizedModel.save``.
@@ -242,7 +243,8 @@ class QatModel(nn.Module):
         quantized = self.quantized(data, inputs=inputs)
         if target is None:
             target = Target.PORTABLE.value if self._qat.target == Target.EXACT8.value else self._qat.target
-        return quantized.save(path, formats, placement=placement, target=target, opset=opset, check=check)
+        options: dict[str, Any] = {"target": target, "opset": opset, "batch_size": batch_size, "check": check}
+        return quantized.save(path, formats, placement=placement, **options)
 
     @log.screen_only()
     def report(
