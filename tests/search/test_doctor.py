@@ -14,15 +14,18 @@ import amct.onnx_model
 import amct.pytorch
 from amct.cli import main
 from amct.export.onnx.kept_weights import with_values
-from amct.search.doctor import (
+from amct.search.causes import (
     CHANNEL_ORDER,
     CLIPPED,
     FEW_BITS,
     FEW_SAMPLES,
+    FIRST,
+    LAST,
     OTHER_SCALE,
     OUTLIER_CHANNEL,
     OUTLIER_WEIGHT,
     PER_TENSOR,
+    RESIDUAL,
     WRONG_MEAN,
 )
 
@@ -168,3 +171,145 @@ def test_the_command_writes_the_config_of_the_best_remedy(tmp_path, capsys):
     assert "outlier channel" in printed
     assert "remedy" in printed
     assert main(["config", "check", str(tmp_path / "net.json"), "--model", str(tmp_path / "net.onnx")]) == 0
+
+
+# -- other architectures -----------------------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """Three blocks beside a stream of 32 channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, padding=1)
+        self.first = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1) for _ in range(3))
+        self.second = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1) for _ in range(3))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        for first, second in zip(self.first, self.second, strict=True):
+            x = torch.relu(x + second(torch.relu(first(x))))
+        return self.head(x.mean((2, 3)))
+
+
+class Dense(nn.Module):
+    """Each layer reads what all before it made."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.grow = nn.Conv2d(16, 12, 3, padding=1)
+        self.more = nn.Conv2d(28, 12, 3, padding=1)
+        self.last = nn.Conv2d(40, 24, 1)
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        x = torch.cat([x, torch.relu(self.grow(x))], 1)
+        x = torch.cat([x, torch.relu(self.more(x))], 1)
+        return self.head(torch.relu(self.last(x)).mean((2, 3)))
+
+
+class Separable(nn.Module):
+    """Depthwise and pointwise convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 24, 3, 2)
+        self.deep = nn.Conv2d(24, 24, 3, 1, 1, groups=24)
+        self.point = nn.Conv2d(24, 48, 1)
+        self.head = nn.Linear(48, 10)
+
+    def forward(self, x):
+        x = nn.functional.hardswish(self.stem(x))
+        return self.head(nn.functional.hardswish(self.point(torch.relu(self.deep(x)))).mean((2, 3)))
+
+
+class Table(nn.Module):
+    """A network of linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(20, 64), nn.Linear(64, 64), nn.Linear(64, 3)
+
+    def forward(self, x):
+        act = nn.functional.silu
+        return self.third(act(self.second(act(self.first(x)))))
+
+
+def loud_stream(model):
+    model.stem.weight[5] *= 60
+    model.stem.bias[5] *= 60
+    for first, second in zip(model.first, model.second, strict=True):
+        first.weight[:, 5] /= 60
+        second.weight[5] *= 60
+        second.bias[5] *= 60
+    model.head.weight[:, 5] /= 60
+
+
+def loud_growth(model):
+    model.grow.weight[4] *= 70
+    model.grow.bias[4] *= 70
+    model.more.weight[:, 20] /= 70
+    model.last.weight[:, 20] /= 70
+
+
+def edges(model):
+    model.stem.weight -= model.stem.weight.mean((2, 3), keepdim=True)
+    for name, each in model.named_parameters():
+        if name.endswith("bias"):
+            each.zero_()
+
+
+def common_part(model):
+    model.second.bias += 40
+    model.third.weight -= model.third.weight.mean(1, keepdim=True)
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=GENERATOR)
+
+
+ROWS = draw(32, 20)
+NARROW = amct.pytorch.IfmrSettings(max_percentile=0.8, min_percentile=0.8, search_range=(0.3, 0.5))
+CLIPPING = amct.pytorch.QuantConfig(layers={"second": amct.pytorch.LayerConfig(activations=NARROW)})
+BRIGHT = draw(32, 3, 16, 16) + 60 * draw(32, 1, 1, 1)
+OTHERS = {
+    "residual stream": (Residual, loud_stream, DATA, DATA, None, RESIDUAL, "head"),
+    "concatenation": (Dense, loud_growth, DATA, DATA, None, OUTLIER_CHANNEL, "last"),
+    "edges of bright pictures": (Separable, edges, BRIGHT, BRIGHT, None, FIRST, "stem"),
+    "large common part": (Table, common_part, ROWS, ROWS, None, LAST, "third"),
+    "two rows": (Table, lambda _: None, 0.6 * ROWS[:2], ROWS, None, FEW_SAMPLES, ""),
+    "rows in another unit": (Table, lambda _: None, ROWS / 10, ROWS, None, OTHER_SCALE, ""),
+    "a config that clips": (Table, lambda _: None, ROWS, ROWS, CLIPPING, CLIPPED, "second"),
+}
+
+
+@pytest.mark.parametrize("fault", OTHERS)
+def test_a_fault_in_another_architecture_is_named_and_healed(fault):
+    kind, plant, calibration, data, config, cause, layer = OTHERS[fault]
+    torch.manual_seed(5)
+    model = kind().eval()
+    torch.manual_seed(5)
+    healthy = kind().eval()
+    with torch.no_grad():
+        plant(model)
+    found = amct.pytorch.diagnose(model, list(calibration.split(8)), [data], config)
+    assert (cause, layer) in {(each.name, each.layer) for each in found.causes[:2]}, str(found)
+    lost = amct.pytorch.diagnose(healthy, list(data.split(8)), [data]).sqnr - found.sqnr
+    assert lost > 1
+    assert found.remedies[0].gain >= 0.8 * lost, f"lost {lost:.1f} dB\n{found}"
+
+
+def test_all_readers_of_a_stream_are_named_and_healed_together():
+    torch.manual_seed(5)
+    model = Residual().eval()
+    with torch.no_grad():
+        loud_stream(model)
+    found = amct.pytorch.diagnose(model, list(DATA.split(8)), [DATA])
+    guilty = [each for each in found.causes if each.name == RESIDUAL]
+    assert {each.layer for each in guilty} == {"head", "first.0", "first.1", "first.2"}
+    assert all("channel 5 " in each.text and "4 layers read, first.0 first" in each.text for each in guilty)
+    float_head = next(each for each in found.remedies if each.name == "float: head")
+    assert found.remedies[0].gain > float_head.gain + 5

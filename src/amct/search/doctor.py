@@ -14,14 +14,33 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from amct import log
+from amct.config.layers import CAFFE_TYPES, PTQ_TYPES
 from amct.errors import AmctError, CalibrationError, ExportError
 from amct.export.check.batch import KeptBatches
 from amct.export.check.losses import similarity_over
 from amct.export.onnx.messages import fixed_batch_size
 from amct.export.onnx.runtime import Runner
 from amct.numerics.affine import integer_range
+from amct.numerics.settings import IfmrSettings
 from amct.pipeline.sensitivity import layer_sensitivity
 from amct.report.filling import input_key
+from amct.search.causes import (
+    CLIPPED,
+    FEW_BITS,
+    FIRST,
+    LAST,
+    OUTLIER_CHANNEL,
+    PER_TENSOR,
+    RESIDUAL,
+    SENSITIVE,
+    Cause,
+    channels,
+    data_cause,
+    outlier,
+    readers_of_sums,
+    stream_outliers,
+    weight_cause,
+)
 from amct.search.choices import FLOAT, INT16, plan_with, planned
 
 if TYPE_CHECKING:
@@ -42,37 +61,12 @@ class Quantizes(Protocol):
         """With some calibration data and settings."""
 
 
-OUTLIER_CHANNEL, CLIPPED, PER_TENSOR = "outlier channel", "clipped range", "per-tensor weights"
-FEW_SAMPLES, OTHER_SCALE = "too few calibration samples", "odd calibration samples"
-WRONG_MEAN, CHANNEL_ORDER = "wrong mean", "channel order"
-FEW_BITS, OUTLIER_WEIGHT = "few bits", "outlier weight"
-FIRST, LAST, SENSITIVE = "sensitive first layer", "sensitive last layer", "sensitive layer"
 GUILTY_SHARE = 0.2
-"""A layer with this share of all noise, or more than this share of the worst one's, is guilty."""
+"""A layer with this share of the noise of the worst one, and twice the even share, is guilty."""
 MOST_GUILTY = 3
-HARMLESS = 1e-5
-"""A layer whose noise alone is 50 dB below the signal is not to blame for anything."""
-FEWEST_SAMPLES = 8
-_OUTLIER = 8.0
-"""How many times larger than the median channel an outlier channel is."""
-_UNEVEN_ROWS = 4.0
-_SHIFT, _RATIO = 0.75, 3.0
-"""By how many deviations means differ, and by which factor deviations do, of data that is prepared otherwise."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cause:
-    """Why the model loses.
-
-    Attributes:
-        layer: The guilty layer; empty if the data is.
-        name: Such as "outlier channel".
-        text: What was seen.
-    """
-
-    layer: str
-    name: str
-    text: str
+"""Layers that are guilty together; when they are healed, as many others may be, and once more."""
+HARMLESS, HARMLESS_BESIDE = 1e-5, 1e-6
+"""A layer whose noise alone is 50 dB below the signal is not to blame for anything; beside a worse one, 60 dB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +162,9 @@ class _Patient:
         self._quantized, self._prepared, self._batches = quantized, quantized.prepared, batches
         feeds = [quantized.prepared.onnx_inputs(each) for each in batches]
         model = quantized.prepared.with_only(quantized.qparams, ())  # it owns its weights
+        self._float = model.model
+        self._stream: dict[str, int] = {}
+        self._groups: list[list[str]] = []
         self._feeds = _of_size(feeds, fixed_batch_size(model.model))
         runner = Runner(model.model)
         self._expected = [runner.run(each) for each in self._feeds]
@@ -175,12 +172,9 @@ class _Patient:
     def diagnosis(self, quantize: Quantizes, calibration: object, data: object) -> Diagnosis:
         """Causes and remedies."""
         before = self._sqnr(self._quantized)
-        causes = [*self._data_causes()]
-        guilty = self._guilty()
-        seen = self._inputs(guilty)
-        causes += [self._cause(name, seen.get(name)) for name in guilty]
+        causes = self._causes()
         remedies, impossible = [], {}
-        for trial in log.track(list(self._trials(guilty, causes)), "Trying remedies"):
+        for trial in log.track(list(self._trials(causes)), "Trying remedies"):
             config = self._prepared.config_of(trial.plan)
             try:
                 sqnr = self._sqnr(quantize(data if trial.data else calibration, config, equalize=trial.equalize))
@@ -216,32 +210,16 @@ class _Patient:
 
     # -- the data ------------------------------------------------------------------------------------------------------
 
-    def _data_causes(self) -> list[Cause]:
-        """What the calibration data has that the data has not, channel by channel."""
+    def _data_cause(self) -> Cause | None:
         examples = [self._prepared.onnx_inputs(each) for each in self._quantized.examples]
         name = max(self._feeds[0], key=lambda key: self._feeds[0][key].nbytes)
         if self._feeds[0][name].dtype.kind != "f":
-            return []
-        ours, theirs = (_channels([each[name] for each in feeds]) for feeds in (self._feeds, examples))
-        found = []
-        shift = np.abs(ours.mean(1) - theirs.mean(1)) / (ours.std(1) + 1e-9)
-        ratio = (theirs.std(1) + 1e-9) / (ours.std(1) + 1e-9)
-        swapped = np.abs(ours.mean(1) - theirs.mean(1)[::-1]) / (ours.std(1) + 1e-9)
-        if len(ours) == 3 and shift.max() > _SHIFT / 3 and swapped.max() < shift.max() / 3:
-            text = "the channels of the calibration data have the means of the data's in reverse order"
-            found.append(Cause(layer="", name=CHANNEL_ORDER, text=text))
-        elif max(ratio.max(), 1 / ratio.min()) > _RATIO:
-            text = f"its deviation is {ratio.max():.3g} times that of the data: another scale, or no usual samples"
-            found.append(Cause(layer="", name=OTHER_SCALE, text=text))
-        elif shift.max() > _SHIFT:
-            text = f"its mean is {shift.max():.2g} deviations away from that of the data"
-            found.append(Cause(layer="", name=WRONG_MEAN, text=text))
+            return None
         used = self._quantized.calibration
         is_counted = used is not None and used.unit != "batches"
         samples = used.used if used is not None and is_counted else _samples(examples, name)
-        if not found and samples < FEWEST_SAMPLES:
-            found.append(Cause(layer="", name=FEW_SAMPLES, text=f"{samples}; {FEWEST_SAMPLES} to 64 are usual"))
-        return found
+        ours, theirs = (channels([each[name] for each in feeds]) for feeds in (self._feeds, examples))
+        return data_cause(ours, theirs, samples)
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
@@ -251,37 +229,59 @@ class _Patient:
         return {each.layer: 10 ** (-each.sqnr / 10) if math.isfinite(each.sqnr) else 0.0 for each in found}
 
     def _guilty(self) -> list[str]:
-        """The layers that have most of the noise, the worst first."""
+        """The layers that have most of the noise, the worst first; then those that have most of what is left."""
         self._alone = self._noises(self._quantized, self._quantized.layers)
-        total, ranked = sum(self._alone.values()), sorted(self._alone.items(), key=lambda item: -item[1])
-        if not total:
-            return []
-        even = total / len(ranked)
-        return [
-            name
-            for name, noise in ranked[:MOST_GUILTY]
-            if noise > HARMLESS and noise > GUILTY_SHARE * ranked[0][1] and (noise > 2 * even or len(ranked) < 3)
-        ]
+        left = sorted(self._alone.items(), key=lambda item: -item[1])
+        for _ in range(MOST_GUILTY):
+            worst, even = left[0][1] if left else 0.0, sum(noise for _, noise in left) / max(1, len(left))
+            least = HARMLESS_BESIDE if self._groups else HARMLESS
+            group = [
+                name
+                for name, noise in left[:MOST_GUILTY]
+                if noise > max(least, GUILTY_SHARE * worst) and (noise > 2 * even or len(left) < 3)
+            ]
+            if not group:
+                break
+            self._groups.append(group)
+            left = left[len(group) :]
+        return [name for group in self._groups for name in group]
 
-    def _inputs(self, layers: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-        """By layer: its input in the float model, a row for each channel."""
-        found: dict[str, list[Tensor]] = {}
+    def _look(self, guilty: Sequence[str]) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.float64]]]:
+        """What layers get in the float model: of the guilty ones all, of every layer the largest of each channel."""
+        found: dict[str, list[Tensor]] = {input_key(name): [] for name in guilty}
+        names = {input_key(name): name for name in self._quantized.layers}
+        largest: dict[str, NDArray[np.float64]] = {}
 
         def take(key: str, tensor: Tensor) -> None:
-            found.setdefault(key, []).append(tensor)
+            if key in found:
+                found[key].append(tensor)
+            if key in names:
+                array = tensor.detach().cpu().float().numpy()
+                seen = np.abs(channels([array], last=array.ndim != 4)).max(1)
+                before = largest.get(names[key])
+                largest[names[key]] = seen if before is None or before.shape != seen.shape else np.maximum(before, seen)
 
         with self._prepared.compared_models(self._quantized.qparams)[0].watch(inputs=take) as run:
             for batch in self._batches:
                 run(batch)
         rows = {}
-        for name in layers:
-            tensors = found.get(input_key(name))
-            if tensors:
-                arrays = [tensor.detach().cpu().float().numpy() for tensor in tensors]
-                rows[name] = _channels(arrays, last=arrays[0].ndim != 4)
-        return rows
+        for name in guilty:
+            arrays = [tensor.detach().cpu().float().numpy() for tensor in found[input_key(name)]]
+            if arrays:
+                rows[name] = channels(arrays, last=arrays[0].ndim != 4)
+        return rows, {name: largest[name] for name in self._quantized.layers if name in largest}
 
-    def _cause(self, name: str, rows: NDArray[np.float64] | None) -> Cause:
+    def _causes(self) -> list[Cause]:
+        """What is wrong with the data, and with each guilty layer."""
+        of_data, guilty = self._data_cause(), self._guilty()
+        rows, largest = self._look(guilty)
+        self._stream = stream_outliers(largest, readers_of_sums(self._float, list(largest)))
+        found = [self._cause(name, rows.get(name), largest.get(name)) for name in guilty]
+        first = len(self._groups[0]) if self._groups else 0
+        found = [*found[:first], *(each for each in found[first:] if each.name not in (FIRST, LAST, SENSITIVE))]
+        return [*([] if of_data is None else [of_data]), *found]
+
+    def _cause(self, name: str, rows: NDArray[np.float64] | None, largest: NDArray[np.float64] | None) -> Cause:
         """What is wrong with a guilty layer."""
         quantized, freedom = self._quantized, self._prepared.freedom()
         wide = planned(self._plan_of(name), INT16, freedom[name])
@@ -290,16 +290,28 @@ class _Patient:
             plan = plan_with(self._prepared.plan, {name: INT16}, freedom)
             of_input = self._noises(quantized.variant(plan), [name])[name] < 0.5 * self._alone[name]
         seen = clipped = self._clipped(name, rows) if rows is not None else None
-        if rows is not None and (of_input or clipped is not None):
-            seen = self._outlier(rows) or clipped
+        if rows is not None and largest is not None and (of_input or clipped is not None):
+            seen = self._outlier(name, largest) or clipped
         elif not of_input:
-            seen = self._weight_cause(name)
+            layer = next(each for each in self._prepared.report_layers(quantized.qparams) if each.name == name)
+            seen = weight_cause(layer, one_scale=quantized.qparams[name].weight.scale.numel() == 1)
         if seen is not None:
             return Cause(layer=name, name=seen[0], text=seen[1])
         place = {quantized.layers[0]: FIRST, quantized.layers[-1]: LAST}.get(name, SENSITIVE)
         what = "input" if of_input else "weights"
         share = self._alone[name] / max(1e-30, sum(self._alone.values()))
         return Cause(layer=name, name=place, text=f"{share:.0%} of the noise; most of it comes from its {what}")
+
+    def _outlier(self, name: str, largest: NDArray[np.float64]) -> tuple[str, str] | None:
+        """Whether a channel is much larger than the others, here or in the whole residual stream."""
+        seen = outlier(largest)
+        if seen is None:
+            return None
+        text = f"channel {seen[0]} is {seen[1]:.0f} times as large as others"
+        if self._stream.get(name) != seen[0]:
+            return OUTLIER_CHANNEL, text
+        readers = [layer for layer, channel in self._stream.items() if channel == seen[0]]
+        return RESIDUAL, f"{text} in the stream that {len(readers)} layers read, {readers[0]} first"
 
     def _clipped(self, name: str, rows: NDArray[np.float64]) -> tuple[str, str] | None:
         """Whether values outside of the range make more noise than the steps inside."""
@@ -310,41 +322,6 @@ class _Patient:
             return None
         return CLIPPED, f"values go from {rows.min():.3g} to {rows.max():.3g}, the range from {low:.3g} to {high:.3g}"
 
-    @staticmethod
-    def _outlier(rows: NDArray[np.float64]) -> tuple[str, str] | None:
-        """Whether a channel is much larger than the others."""
-        largest = np.abs(rows).max(1)
-        usual = float(np.median(largest[largest > 0])) if (largest > 0).any() else 0.0
-        if not usual or largest.max() <= _OUTLIER * usual:
-            return None
-        times = largest.max() / usual
-        return OUTLIER_CHANNEL, f"channel {int(largest.argmax())} is {times:.0f} times as large as others"
-
-    def _weight_cause(self, name: str) -> tuple[str, str] | None:
-        layer = next(each for each in self._prepared.report_layers(self._quantized.qparams) if each.name == name)
-        scale = self._quantized.qparams[name].weight.scale
-        if layer.weight_rows and scale.numel() == 1:
-            largest = np.sort(
-                np.concatenate([rows.abs().flatten(1).amax(1).cpu().numpy() for rows in layer.weight_rows])
-            )
-            usual = float(np.median(largest))
-            if usual and largest[-1] > _UNEVEN_ROWS * usual:
-                text = (
-                    f"one scale for all outputs, the largest of which is {largest[-1] / usual:.0f} times the usual one"
-                )
-                return PER_TENSOR, text
-        if layer.weight_bits is not None and layer.weight_bits < 8:
-            return FEW_BITS, f"its weights have {layer.weight_bits} bits"
-        for rows in layer.weight_rows:
-            values = rows.abs().flatten(1).double().cpu().numpy()
-            peak = values.max(1) / (np.sqrt((values**2).mean(1)) + 1e-30)
-            if values.shape[1] > 64 and peak.max() > 0.6 * math.sqrt(values.shape[1]):
-                return (
-                    OUTLIER_WEIGHT,
-                    f"one weight of output {int(peak.argmax())} is {peak.max():.0f} times the usual one",
-                )
-        return None
-
     def _plan_of(self, name: str) -> LayerPlan:
         found = self._prepared.plan.find(name)
         assert found is not None
@@ -352,18 +329,45 @@ class _Patient:
 
     # -- remedies ------------------------------------------------------------------------------------------------------
 
-    def _trials(self, guilty: Sequence[str], causes: Sequence[Cause]) -> Iterator[_Trial]:
-        """What may help."""
-        plan, freedom = self._prepared.plan, self._prepared.freedom()
-        names = ", ".join(guilty)
+    def _trials(self, causes: Sequence[Cause]) -> Iterator[_Trial]:
+        """What may help: to the first guilty layers, to all of them, and to all that read a stream."""
+        plan = self._prepared.plan
         if any(not each.layer or each.name == CLIPPED for each in causes):
             here = replace(plan, batch_num=len(self._batches))
             yield _Trial(
                 name="calibrate with data as the model will see it", cost="a calibration", plan=here, data=True
             )
-        if not guilty:
+        if not self._groups:
             return
         yield _Trial(name="equalize channels of all layers", cost="nothing on the target", plan=plan, equalize=True)
+        sets = [self._groups[0], [name for group in self._groups for name in group]]
+        if any(each.name == RESIDUAL for each in causes):
+            sets.append([name for name in self._quantized.layers if name in self._stream or name in sets[1]])
+        for names in {tuple(sorted(each)): each for each in sets}.values():
+            yield from self._trials_of(names, plan)
+        own = {name: self._own_remedy(name, causes) for name in sets[1]}
+        if len({next(iter(each), FLOAT) for each in own.values()}) > 1:
+            floats = {name: FLOAT for name, each in own.items() if not each}
+            mixed = _changed(plan_with(plan, floats, self._prepared.freedom()), own)
+            yield _Trial(name=f"each its own: {_short_list(list(own))}", cost="16 bits or float in part", plan=mixed)
+
+    def _own_remedy(self, name: str, causes: Sequence[Cause]) -> dict[str, Any]:
+        """What is changed for one layer and its cause; nothing: it is left float."""
+        layer, cause = self._plan_of(name), next((each.name for each in causes if each.layer == name), "")
+        weight = layer.weight
+        if cause == CLIPPED:
+            return {"activations": tuple(map(_usual_range, layer.activations))}
+        if cause == FEW_BITS and weight is not None:
+            return {"weight": replace(weight, num_bits=8)}
+        if cause == PER_TENSOR and weight is not None:
+            return {"weight": replace(weight, channel_wise=True)} if _can_be_channel_wise(layer.type) else {}
+        if cause in (OUTLIER_CHANNEL, RESIDUAL) and self._prepared.freedom()[name].wide:
+            return {"activations": tuple(replace(each, num_bits=16) for each in layer.activations)}  # type: ignore[type-var]
+        return {}
+
+    def _trials_of(self, guilty: Sequence[str], plan: Plan) -> Iterator[_Trial]:
+        """What may help these layers."""
+        freedom, names = self._prepared.freedom(), _short_list(guilty)
         wide = plan_with(plan, dict.fromkeys(guilty, INT16), freedom)
         yield _Trial(name=f"16-bit inputs: {names}", cost="slower where 16 bits are", plan=wide)
         weights = sum(freedom[name].values for name in guilty)
@@ -372,24 +376,41 @@ class _Patient:
             yield _Trial(name=f"float: {names}", cost=f"{3 * weights} bytes more", plan=left)
         balanced = _changed(plan, {name: {"migration_strength": 0.5} for name in guilty})
         yield _Trial(name=f"DMQ balancing: {names}", cost="one more pass over the calibration data", plan=balanced)
-        own = {name: weight for name in guilty if (weight := self._plan_of(name).weight) is not None}
-        if any(weight.num_bits < 8 for weight in own.values()):
-            more = _changed(plan, {name: {"weight": replace(weight, num_bits=8)} for name, weight in own.items()})
+        own = {name: self._plan_of(name) for name in guilty}
+        weight = {name: each.weight for name, each in own.items() if each.weight is not None}
+        if any(each.num_bits < 8 for each in weight.values()):
+            more = _changed(plan, {name: {"weight": replace(each, num_bits=8)} for name, each in weight.items()})
             yield _Trial(name=f"8-bit weights: {names}", cost=f"{weights // 2} bytes more", plan=more)
+        coarse = {
+            name: {"weight": replace(each, channel_wise=True)}
+            for name, each in weight.items()
+            if not each.channel_wise and _can_be_channel_wise(own[name].type)
+        }
+        if coarse:
+            text = _short_list(list(coarse))
+            yield _Trial(name=f"a scale for each output: {text}", cost="nothing", plan=_changed(plan, coarse))
+        ranges = {name: {"activations": tuple(map(_usual_range, layer.activations))} for name, layer in own.items()}
+        if any(ranges[name]["activations"] != layer.activations for name, layer in own.items()):
+            yield _Trial(name=f"the usual ranges: {names}", cost="nothing", plan=_changed(plan, ranges))
+
+
+def _usual_range(settings: Any) -> Any:  # noqa: ANN401  settings of any algorithm
+    return IfmrSettings(num_bits=settings.num_bits, asymmetric=settings.asymmetric)
+
+
+def _can_be_channel_wise(kind: str) -> bool:
+    found = PTQ_TYPES.get(kind) or CAFFE_TYPES.get(kind)
+    return found is not None and found.channel_wise
+
+
+def _short_list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_GUILTY} more" if len(names) > MOST_GUILTY else ""
+    return ", ".join(names[:MOST_GUILTY]) + more
 
 
 def _changed(plan: Plan, layers: Mapping[str, Mapping[str, Any]]) -> Plan:
     """A plan with other settings of some layers."""
     return replace(plan, layers=tuple(replace(each, **layers.get(each.name, {})) for each in plan.layers))
-
-
-def _channels(arrays: Sequence[NDArray[Any]], *, last: bool = False) -> NDArray[np.float64]:
-    """Values with a row for each channel: axis 1, or the last one."""
-    rows = []
-    for array in arrays:
-        axis = array.ndim - 1 if last or array.ndim < 3 else 1
-        rows.append(np.moveaxis(array.astype(np.float64), axis, 0).reshape(array.shape[axis], -1))
-    return np.concatenate(rows, 1)
 
 
 def _of_size(feeds: Sequence[Mapping[str, NDArray[Any]]], size: int | None) -> list[dict[str, NDArray[Any]]]:
