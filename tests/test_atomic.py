@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -25,6 +26,13 @@ WRITER = Path(__file__).with_name("atomic_writer.py")
 
 def hidden(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob(".*"))
+
+
+def usual_mode(folder):
+    """That of a file which any other program makes there."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        (Path(place) / "f").touch()
+        return mode(Path(place) / "f")
 
 
 def mode(path: Path) -> int:
@@ -50,21 +58,37 @@ def test_writes_text_bytes_and_streams(tmp_path):
     assert hidden(tmp_path) == []
 
 
-def test_files_get_mode_640_and_new_folders_750_whatever_the_umask(tmp_path):
-    before = os.umask(0o077)
-    try:
-        atomic.write_text(tmp_path / "new" / "deep" / "f", "x")
-    finally:
-        os.umask(before)
-    assert mode(tmp_path / "new") == mode(tmp_path / "new" / "deep") == 0o750
-    assert mode(tmp_path / "new" / "deep" / "f") == 0o640
+MODES = """
+import os, sys
+from pathlib import Path
+from amct import atomic
+if sys.argv[2] == "call":
+    atomic._disk._STATUS = Path("/nonexistent")
+os.umask(int(sys.argv[1], 8))
+Path("old").write_text("old")
+Path("old").chmod(0o666)
+atomic.write_text("old", "new")
+atomic.modify("changed", lambda content: b"x")
+with atomic.FileGroup() as group:
+    group.write_text("new/deep/f", "x")
+    path = group.path("library")
+    path.write_text("x")
+    path.chmod(0o400)
+    with group.open("stream") as stream:
+        wide = [each.name for each in Path().rglob("*") if each.is_file() and each.stat().st_mode & int(sys.argv[1], 8)]
+assert os.umask(0o022) == int(sys.argv[1], 8)
+names = ("old", "changed", "new/deep/f", "library", "stream", "new", "new/deep")
+print(*(oct(Path(name).stat().st_mode & 0o777) for name in names), wide)
+"""
 
 
-def test_an_overwritten_file_gets_mode_640_too(tmp_path):
-    (tmp_path / "f").write_text("old")
-    (tmp_path / "f").chmod(0o666)
-    atomic.write_text(tmp_path / "f", "new")
-    assert mode(tmp_path / "f") == 0o640
+@pytest.mark.parametrize("told_by", ["status", "call"])
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o027, 0o077])
+def test_files_and_folders_have_the_mode_that_the_umask_leaves(tmp_path, mask, told_by):
+    command = [sys.executable, "-c", MODES, oct(mask), told_by]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    file, folder = oct(0o666 & ~mask), oct(0o777 & ~mask)
+    assert done.stdout.split() == [*[file] * 5, *[folder] * 2, "[]"]
 
 
 def test_a_raising_block_leaves_the_old_file_and_no_new_folder(tmp_path):
@@ -235,7 +259,7 @@ def test_a_group_appears_at_the_end_of_its_block(tmp_path):
         assert not (tmp_path / "a").exists()
         assert not (tmp_path / "sub" / "b").exists()
     assert [(tmp_path / name).read_text() for name in ("a", "sub/b", "c.onnx")] == ["A", "B", "C"]
-    assert mode(tmp_path / "c.onnx") == 0o640
+    assert mode(tmp_path / "c.onnx") == usual_mode(tmp_path)
     assert hidden(tmp_path) == []
 
 
@@ -315,7 +339,7 @@ def test_the_group_may_contain_a_file_that_its_library_wrote_read_only(tmp_path)
         path.write_text("A")
         path.chmod(0o400)
         group.write_text(tmp_path / "b", "B")
-    assert mode(tmp_path / "a.h5") == 0o640
+    assert mode(tmp_path / "a.h5") == usual_mode(tmp_path)
 
 
 # --------------------------------------------------------------------------------------- leftovers of killed writers
@@ -814,7 +838,7 @@ def test_a_fleeting_file_is_replaced_as_a_whole_though_others_hold_the_lock(tmp_
     atomic.replace_fleeting(path, b"old")
     atomic.modify(path.parent / "g", lambda _: atomic.replace_fleeting(path, b"new") or b"")
     assert path.read_bytes() == b"new"
-    assert mode(path) == 0o640
+    assert mode(path) == usual_mode(tmp_path)
     with pytest.raises(FileError, match="it is a folder"):
         atomic.replace_fleeting(path.parent, b"")
     assert hidden(path.parent) == []
@@ -825,7 +849,7 @@ def test_modify_creates_changes_and_leaves_alone(tmp_path):
     atomic.modify(path, lambda content: b"1" if content is None else b"wrong")
     atomic.modify(path, lambda content: (content or b"") + b"2")
     assert path.read_bytes() == b"12"
-    assert mode(path) == 0o640
+    assert mode(path) == usual_mode(tmp_path)
     inode = path.stat().st_ino
     atomic.modify(path, lambda content: content or b"")
     assert path.stat().st_ino == inode

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILE_MODE = 0o640
-FOLDER_MODE = 0o750
+FILE_MODE = 0o666
+"""What a new file may allow; as of any program, the umask of the process takes from it."""
+_STATUS = Path("/proc/self/status")
 
 _ADVICE = {
     errno.EACCES: "choose another folder or change its permissions",
@@ -123,7 +124,6 @@ def make_folders(folder: Path) -> list[Path]:
         for place in missing:
             with suppress(FileExistsError):  # another process created it first
                 place.mkdir()
-                place.chmod(FOLDER_MODE)
     except OSError as error:
         raise file_error("create folder", place, error) from error
     return missing
@@ -135,7 +135,6 @@ def create(temporary: Path, target: Path, *, sync: bool = True) -> Iterator[Bina
     try:
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, FILE_MODE)
         with os.fdopen(descriptor, "wb") as stream:
-            os.fchmod(descriptor, FILE_MODE)
             yield stream
             stream.flush()
             if sync:
@@ -147,12 +146,22 @@ def create(temporary: Path, target: Path, *, sync: bool = True) -> Iterator[Bina
         raise file_error("write", target, error) from error
 
 
+def _umask() -> int:
+    """The umask of this process; a system call can only tell it by changing it, for all threads."""
+    with suppress(OSError, StopIteration, ValueError):
+        lines = _STATUS.read_text().splitlines()
+        return int(next(line.partition(":")[2] for line in lines if line.startswith("Umask:")), 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
 def seal(temporary: Path, target: Path) -> None:
-    """Set the mode of a complete temporary file and sync it; errors name ``target``."""
+    """Set the mode of a complete temporary file, whatever its library chose, and sync it; errors name ``target``."""
     try:
         descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            os.fchmod(descriptor, FILE_MODE)
+            os.fchmod(descriptor, FILE_MODE & ~_umask())
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from amct.atomic._disk import (
     FILE_MODE,
-    FOLDER_MODE,
     TEMPORARY,
     create,
     file_error,
@@ -254,7 +253,7 @@ def check_writable(folder: AnyPath) -> None:
             probe.touch(FILE_MODE, exist_ok=False)
             probe.unlink()
         else:
-            probe.mkdir(FOLDER_MODE)
+            probe.mkdir()
             probe.rmdir()
     except OSError as error:
         raise file_error("write to folder", wanted, error) from error

@@ -65,7 +65,7 @@ void RefreshedBatchNormLayer<Dtype>::Dump() {
   for (size_t i = 0; i < this->blobs_.size(); ++i) this->blobs_[i]->ToProto(layer->add_blobs());
   const string folder = this->layer_param_.batch_norm_param().dump_dir() + "/";
   for (size_t end = folder.find('/', 1); end != string::npos; end = folder.find('/', end + 1)) {
-    mkdir(folder.substr(0, end).c_str(), 0750);  // if it is there already or cannot be made: the file will tell
+    mkdir(folder.substr(0, end).c_str(), 0777);  // if it is there already or cannot be made: the file will tell
   }
   const string path = folder + FileName(layer->name()) + ".caffemodel";
   WriteProtoToBinaryFile(net, path + ".new");
