@@ -12,7 +12,15 @@ from onnx import TensorProto, helper
 
 from amct.errors import ModelError
 from amct.export.check import batch
-from amct.export.check.batch import batch_beside, batch_path, encode_batch, first_samples, kept_inputs, seeded_batch
+from amct.export.check.batch import (
+    batch_beside,
+    batch_path,
+    declared_inputs,
+    encode_batch,
+    first_samples,
+    kept_inputs,
+    seeded_batch,
+)
 from amct.export.onnx.messages import MODEL_LIMIT_VARIABLE
 
 RECORD = b"record {\n}\n"
@@ -34,7 +42,7 @@ def model():
 def test_the_kept_batch_is_read_again(record, model, caplog):
     caplog.set_level("INFO", logger="amct")
     batch_path(record).write_bytes(encode_batch({"x": IMAGES}, RECORD))
-    found, origin = batch_beside(record, model)
+    found, origin = batch_beside(record, declared_inputs(model))
     np.testing.assert_array_equal(found["x"], IMAGES)
     assert origin == "a calibration batch"
     assert "checked on the calibration batch in" in caplog.text
@@ -45,7 +53,7 @@ def test_first_samples_are_enough_where_the_model_takes_any_number(record, sizes
     images = np.random.default_rng(0).normal(size=(40, 3, 8, 8)).astype(np.float32)
     batch_path(record).write_bytes(encode_batch({"x": images}, RECORD))
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, sizes)
-    found, _ = batch_beside(record, helper.make_model(helper.make_graph([], "net", [value], [])))
+    found, _ = batch_beside(record, declared_inputs(helper.make_model(helper.make_graph([], "net", [value], []))))
     np.testing.assert_array_equal(found["x"], images[:kept])
 
 
@@ -99,7 +107,7 @@ def test_without_a_usable_file_inputs_are_random_and_that_is_said(record, model,
         monkeypatch.setattr(batch, "_LARGEST_HEADERS", 0)
     if content is not None:
         batch_path(record).write_bytes(content)
-    found, origin = batch_beside(record, model)
+    found, origin = batch_beside(record, declared_inputs(model))
     assert origin == "random inputs"
     assert found["x"].shape == (2, 3, 8, 8)
 

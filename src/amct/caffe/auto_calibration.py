@@ -21,7 +21,7 @@ from amct.caffe.door import CaffePreparation
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import CaffeModel, equal_draws, feed, write_model
 from amct.caffe.prototxt import caffe_function
-from amct.caffe.ptq.checking import kept_or_random_batch
+from amct.caffe.ptq.checking import net_batch_beside
 from amct.caffe.ptq.save import prefix_of, results_of
 from amct.errors import ConfigError
 from amct.pipeline.quantized_model import QuantizedModel
@@ -122,7 +122,7 @@ def _calibrated(graph: QuantGraph, judge: EvaluatorCalls, folder: Path) -> Quant
     activation_quantize_model(graph, *files)
     judge.calibrate(*map(str, files))
     results = results_of(graph)
-    batch, _ = kept_or_random_batch(graph.calibration_file(), results.folded_model.build(()))
+    batch, _ = net_batch_beside(graph.calibration_file(), results.folded_model.build(()))
     prepared, layers = CaffePreparation(graph).variant(graph.plan, results.layers)
     return QuantizedModel(prepared, layers, None, [batch])
 

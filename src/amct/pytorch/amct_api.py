@@ -27,7 +27,7 @@ from amct.atomic import read_bytes
 from amct.calibration import all_ranks, read_progress
 from amct.config.ptq.pytorch import PYTORCH
 from amct.errors import CalibrationError, ExportError, RecordError, RecordValueError
-from amct.export.check.batch import batch_beside
+from amct.export.check.batch import batch_beside, declared_inputs
 from amct.export.check.losses import Reference
 from amct.export.onnx.layer import further_node
 from amct.export.request import SavePath, SaveRequest
@@ -256,7 +256,7 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
     )
     beside = tensor_qparams_path(record_file)
     tensors = read_tensor_qparams(beside) if beside.exists() else None
-    inputs, origin = batch_beside(record_file, model)
+    inputs, origin = batch_beside(record_file, declared_inputs(model))
     files = OnnxFiles(
         request=SaveRequest(where=where, record_file=Path(record_file)),
         model=model,

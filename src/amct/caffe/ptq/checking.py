@@ -15,7 +15,7 @@ from amct.caffe.engine.messages import new_message
 from amct.caffe.model import run_net
 from amct.caffe.proto_merge import CustomSchema
 from amct.errors import AmctError
-from amct.export.check.batch import CALIBRATION, RANDOM, batch_path, read_batch, seeded_batch
+from amct.export.check.batch import batch_beside
 from amct.export.check.losses import (
     SHARE,
     WORSE,
@@ -66,23 +66,16 @@ def reference_beside(record_file: Path, results: Results) -> Reference | None:
         )
         return None
     net = results.folded_model.build(())
-    return reference_on(results, *kept_or_random_batch(record_file, net), net)
+    inputs, origin = net_batch_beside(record_file, net)
+    return reference_on(results, inputs, origin if inputs else "the data of the net's own layers", net)
 
 
-def kept_or_random_batch(record_file: Path, net: Net) -> tuple[dict[str, NDArray[Any]], str]:
-    """The inputs that a net is run on after its calibration, and what they are; the log says which."""
-    shapes = {net.graph.blob_names[index]: net.graph.blobs[index].shape for index in net.graph.inputs}
-    found = read_batch(record_file)
-    if not isinstance(found, str) and set(found) != set(shapes):
-        found = f"{batch_path(record_file).name} does not fit the inputs of the net"
-    if isinstance(found, str):
-        if shapes:
-            logger.info("the files are checked on random inputs, not on calibration data: %s", found)
-        inputs, origin = seeded_batch({name: (shape, np.dtype(np.float32)) for name, shape in shapes.items()}), RANDOM
-    else:
-        logger.info("the files are checked on the calibration batch in %s", batch_path(record_file))
-        inputs, origin = found, CALIBRATION
-    return inputs, origin if shapes else "the data of the net's own layers"
+def net_batch_beside(record_file: Path, net: Net) -> tuple[dict[str, NDArray[Any]], str]:
+    """The inputs that a net is run on after its calibration, and what they are; a net takes other sizes too."""
+    blobs = {net.graph.blob_names[index]: net.graph.blobs[index].shape for index in net.graph.inputs}
+    return batch_beside(
+        record_file, {name: (shape, np.dtype(np.float32)) for name, shape in blobs.items()}, any_size=True
+    )
 
 
 def reference_on(

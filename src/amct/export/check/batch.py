@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,10 @@ from amct.memory import gibibytes
 from amct.numerics.observer import is_dense
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
-    from onnx import ModelProto, ValueInfoProto
+    from onnx import ModelProto
 
 logger = logging.getLogger(__name__)
 
@@ -199,34 +200,44 @@ def _decoded(content: bytes, record: bytes, name: str) -> dict[str, NDArray[Any]
     return found
 
 
-def batch_beside(record_file: str | os.PathLike[str], model: ModelProto) -> tuple[dict[str, NDArray[Any]], str]:
+Declared = Mapping[str, tuple[Sequence[int], np.dtype[Any]]]
+"""Inputs of a model by name: shape and type; a size that is not positive may vary."""
+
+
+def declared_inputs(model: ModelProto) -> Declared:
+    """What an ONNX model says of its inputs."""
+    tensors = {value.name: value.type.tensor_type for value in model.graph.input}
+    return {
+        name: ([size.dim_value for size in tensor.shape.dim], helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        for name, tensor in tensors.items()
+    }
+
+
+def batch_beside(
+    record_file: str | os.PathLike[str], declared: Declared, *, any_size: bool = False
+) -> tuple[dict[str, NDArray[Any]], str]:
     """The inputs on which the files of a record are checked, and what they are: the kept batch, or random numbers.
 
     Args:
         record_file: The record.
-        model: The float ONNX model, whose inputs the batch must fit.
+        declared: The inputs of the model, which the batch must fit.
+        any_size: Whether the model takes inputs of other shapes than declared.
     """
-    declared = {value.name: _declared(value) for value in model.graph.input}
     found = read_batch(record_file)
-    if not isinstance(found, str) and not _fits(found, declared):
+    if not isinstance(found, str) and not _fits(found, declared, any_size=any_size):
         found = f"{batch_path(record_file).name} does not fit the inputs of the model"
     if isinstance(found, str):
-        logger.info("the files are checked on random inputs, not on calibration data: %s", found)
+        if declared:
+            logger.info("the files are checked on random inputs, not on calibration data: %s", found)
         return seeded_batch(declared), RANDOM
     logger.info("the files are checked on the calibration batch in %s", batch_path(record_file))
     open_ended = all(sizes and sizes[0] == 0 for sizes, _ in declared.values())
     return first_samples(found, most=MOST_SAMPLES) if open_ended else found, CALIBRATION
 
 
-def _declared(value: ValueInfoProto) -> tuple[list[int], np.dtype[Any]]:
-    """Shape and type of an input; a size that may vary is 0."""
-    tensor = value.type.tensor_type
-    return [size.dim_value for size in tensor.shape.dim], helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-
-
-def _fits(found: Mapping[str, NDArray[Any]], declared: Mapping[str, tuple[list[int], np.dtype[Any]]]) -> bool:
-    if set(found) != set(declared):
-        return False
+def _fits(found: Mapping[str, NDArray[Any]], declared: Declared, *, any_size: bool) -> bool:
+    if set(found) != set(declared) or any_size:
+        return set(found) == set(declared)
     return all(
         array.dtype == declared[name][1]
         and array.ndim == len(declared[name][0])
@@ -235,11 +246,10 @@ def _fits(found: Mapping[str, NDArray[Any]], declared: Mapping[str, tuple[list[i
     )
 
 
-def seeded_batch(inputs: Mapping[str, tuple[Sequence[int], np.dtype[Any]]]) -> dict[str, NDArray[Any]]:
+def seeded_batch(inputs: Declared) -> dict[str, NDArray[Any]]:
     """Random inputs, the same in every process: normally distributed numbers, or integers 0 and 1.
 
-    Args:
-        inputs: By name: the shape, in which a size that is not positive counts as 1, and the type.
+    Sizes that may vary are 1.
 
     Raises:
         ModelError: The inputs would need too much memory.
