@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from amct.export.onnx.runtimes import count_integer_kernels
 from amct.export.qdq.exporter import qdq_model
 from amct.export.request import Placement, Target
-from amct.pipeline.preparation import with_means
+from amct.numerics.qparams import with_means
 
 
 def initializers(model):

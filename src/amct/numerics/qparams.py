@@ -219,3 +219,24 @@ class LayerQParams:
 
 
 _UNIT = QParams.of([1.0])
+
+
+def with_means(
+    layers: Mapping[str, LayerQParams], tensors: Mapping[str, Observed] | None, inputs: Mapping[str, str]
+) -> dict[str, LayerQParams]:
+    """The parameters of layers with the means of their inputs, where these were observed.
+
+    Args:
+        layers: The parameters.
+        tensors: What was observed of the tensors between layers.
+        inputs: By layer: the ONNX name of its input.
+    """
+    found = dict(layers)
+    for name, qparams in layers.items():
+        observed = (tensors or {}).get(inputs.get(name, ""))
+        if observed is not None and observed.mean is not None:
+            balance = qparams.balance
+            fits = balance is None or balance.numel() == observed.mean.numel()
+            mean = observed.mean if balance is None or not fits else observed.mean / balance
+            found[name] = replace(qparams, mean=mean if fits else None)
+    return found

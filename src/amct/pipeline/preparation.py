@@ -23,6 +23,7 @@ from amct.export.request import RECORD
 from amct.export.saving import OnnxFiles
 from amct.model import Skip
 from amct.numerics.layer_inputs import LayerInputObserver
+from amct.numerics.qparams import with_means
 from amct.numerics.settings import AdaRoundSettings, WeightKind
 from amct.pipeline.door import LayerFreedom
 from amct.pipeline.weights import corrected_bias, mean_loss, quantize_weights, suited_to_bias, with_bits
@@ -366,27 +367,6 @@ class PreparedForOnnx(ABC):
 def inputs_of_nodes(model: ModelProto) -> dict[str, str]:
     """By name of a node: its first input. Nodes that compute a layer have its name."""
     return {node.name: node.input[0] for node in model.graph.node if node.input}
-
-
-def with_means(
-    layers: Mapping[str, LayerQParams], tensors: Mapping[str, Observed] | None, inputs: Mapping[str, str]
-) -> dict[str, LayerQParams]:
-    """The parameters of layers with the means of their inputs, where these were observed.
-
-    Args:
-        layers: The parameters.
-        tensors: What was observed of the tensors between layers.
-        inputs: By layer: the ONNX name of its input.
-    """
-    found = dict(layers)
-    for name, qparams in layers.items():
-        observed = (tensors or {}).get(inputs.get(name, ""))
-        if observed is not None and observed.mean is not None:
-            balance = qparams.balance
-            fits = balance is None or balance.numel() == observed.mean.numel()
-            mean = observed.mean if balance is None or not fits else observed.mean / balance
-            found[name] = replace(qparams, mean=mean if fits else None)
-    return found
 
 
 def _report_layer(plan: LayerPlan, data: QParams, weights: QuantizedWeights) -> ReportLayer:

@@ -33,7 +33,8 @@ from amct.export.onnx.layer import further_node
 from amct.export.request import SavePath, SaveRequest
 from amct.export.saving import OnnxFiles, save_files
 from amct.model import Skip
-from amct.pipeline.preparation import inputs_of_nodes, with_means
+from amct.numerics.qparams import with_means
+from amct.pipeline.preparation import inputs_of_nodes
 from amct.pytorch.calibrating import balancing_model, start_calibration
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.inputs import IoOptions

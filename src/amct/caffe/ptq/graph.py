@@ -33,9 +33,9 @@ from amct.errors import ArgumentTypeError, CalibrationError, FileError
 from amct.model import TensorIndex
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
 from amct.numerics.layer_inputs import LayerInputObserver
+from amct.numerics.qparams import with_means
 from amct.numerics.settings import IfmrSettings
 from amct.pipeline.door import Calibration
-from amct.pipeline.preparation import with_means
 from amct.record import CaffeRecord, RecordLayer
 from amct.record.conversion import caffe_layer_record
 

@@ -21,9 +21,8 @@ from amct.errors import ExportError, TrainingError
 from amct.numerics.affine import integer_range
 from amct.numerics.arq import from_channels_first
 from amct.numerics.fold import ChannelAffine
-from amct.numerics.qparams import LayerQParams, Observed, QParams
+from amct.numerics.qparams import LayerQParams, Observed, QParams, with_means
 from amct.numerics.training.quantizers import fold_into_integers
-from amct.pipeline.preparation import with_means
 from amct.pipeline.weights import QuantizedWeight, QuantizedWeights
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.functional_layers import child_path, functional_layers, layer_module
