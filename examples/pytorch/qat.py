@@ -21,15 +21,11 @@ train, test = slice(0, 1400), slice(1400, None)
 
 
 def epoch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Train on every image once; a model with a teacher learns from it too."""
+    """Train the float model on every image once."""
     model.train()
     for batch in torch.randperm(1400).split(50):
         optimizer.zero_grad()
-        output = model(images[batch])
-        loss = nn.functional.cross_entropy(output, labels[batch])
-        if isinstance(model, amct.QatModel):
-            loss = loss + model.distillation_loss(images[batch], output)
-        loss.backward()
+        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()
 
 
@@ -52,8 +48,16 @@ print(f"float: {accuracy(model):.1%}")
 config = amct.QatConfig(weight_bits=4, activation_bits=4, layers={"0": (8, 8)})
 qat = amct.prepare_qat(model, [images[:200]], config, teacher=model)
 print(f"4 bits before training: {accuracy(qat):.1%}")
-optimizer = torch.optim.SGD(qat.parameters(), lr=0.01, momentum=0.9)
-for _ in range(2):
-    epoch(qat, optimizer)
+recipe = qat.recipe((images[:50], labels[:50]), steps_per_epoch=28)
+print(recipe)
+recipe.epoch_ended(accuracy(qat))
+for _ in range(recipe.epochs):
+    qat.train()
+    for batch in torch.randperm(1400).split(50):
+        recipe.optimizer.zero_grad()
+        recipe.loss(images[batch], qat(images[batch]), labels[batch]).backward()
+        recipe.optimizer.step()
+        recipe.schedule.step()
+    recipe.epoch_ended(accuracy(qat))
 print(f"4 bits after training: {accuracy(qat):.1%}")
 qat.save(Path(sys.argv[1] if len(sys.argv) > 1 else "out") / "digits")

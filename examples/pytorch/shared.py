@@ -41,10 +41,12 @@ def trained_network() -> nn.Module:
     return pytorch_cnn.train(digits())
 
 
-def train(model: nn.Module, run: Callable[[Tensor], Tensor], epochs: int, rate: float = 3e-3) -> nn.Module:
-    """Teach a network the digits; ``run`` gives its scores for images, ``rate`` is the step of Adam."""
+def train(
+    model: nn.Module, run: Callable[[Tensor], Tensor], epochs: int, optimizer: torch.optim.Optimizer | None = None
+) -> nn.Module:
+    """Teach a network the digits; ``run`` gives its scores for images."""
     images, labels = torch.from_numpy(digits().images), torch.from_numpy(digits().labels)
-    optimizer = torch.optim.Adam(model.parameters(), rate)
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), 3e-3)
     for batch in torch.cat([torch.randperm(len(labels)) for _ in range(epochs)]).split(60):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(run(images[batch]), labels[batch]).backward()

@@ -52,5 +52,5 @@ def shortened(text: str, longest: int = LONGEST_WORD) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things, in the plural unless it is one: ``1 layer``, ``3 layers``."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    """A number of things, in the plural unless it is one: ``1 layer``, ``3 layers``, ``2 batches``."""
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith(('tch', 's')) else 's'}"

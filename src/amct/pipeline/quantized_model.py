@@ -339,7 +339,7 @@ class QuantizedModel:
         inputs: BatchInputs | None = None,
         files: Iterable[str | os.PathLike[str]] = (),
         training: TrainingContent | None = None,
-        before: Callable[[Any], ModelOutput] | None = None,
+        before: Callable[[Any], ModelOutput] | float | None = None,
     ) -> Path:
         """Run the float and the quantized model on data, and write what was found as one HTML file.
 
@@ -354,7 +354,7 @@ class QuantizedModel:
                 a QDQ file among them, without one of a Caffe deploy model, else of the simulation. A ``quant.json``
                 among them gets the report's SHA-256 and what was measured.
             training: What quantization-aware training did.
-            before: Runs the model whose metric is compared with; None: the float model.
+            before: Runs the model whose metric is compared with, or is its metric; None: the float model.
 
         Returns:
             The path.
@@ -434,7 +434,7 @@ class QuantizedModel:
         metric: Metric | None,
         inputs: BatchInputs | None,
         listed: list[Path],
-        before: Callable[[Any], ModelOutput] | None = None,
+        before: Callable[[Any], ModelOutput] | float | None = None,
     ) -> MeasuredReport:
         check_metric(metric, data)
         prepared, subject = self.prepared, self._report_subject(listed)
@@ -452,8 +452,10 @@ class QuantizedModel:
             metric=metric,
             sample_count=prepared.sample_count,
             written=written.run if written is not None else None,
-            before=before,
+            before=before if callable(before) else None,
         )
+        if isinstance(before, float) and measured.metric is not None:
+            measured = replace(measured, metric=(before, measured.metric[1]))
         on = "the first calibration batch" if data is None else None
         layers_of = deploy.name if deploy is not None else SIMULATION
         of = file.name if file is not None else layers_of

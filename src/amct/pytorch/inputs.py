@@ -165,6 +165,12 @@ def torch_batches(model: nn.Module, data: object, inputs: BatchInputs | None = N
     return Batches(data, convert, single=(torch.Tensor, np.ndarray), expected=expected, name=name)
 
 
+def samples_in(batch: object) -> int:
+    """The size of the first dimension of the first tensor in a batch."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
+    return tensors[0].shape[0] if tensors else 1
+
+
 def _with_tensors(batch: object) -> object:
     """A batch with tensors in place of arrays of numbers."""
     if isinstance(batch, torch.Tensor):

@@ -24,7 +24,7 @@ from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import float_weights, put_weights
 from amct.pytorch.equalization import equalized
 from amct.pytorch.folding import Fused, fuse
-from amct.pytorch.inputs import tensors_in, torch_batches, with_tensors
+from amct.pytorch.inputs import samples_in, tensors_in, torch_batches, with_tensors
 from amct.pytorch.intermediate_tensors import find_tensors
 from amct.pytorch.layer_hooks import TorchRun, fake_quant_copy, torch_output
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, TracedOnnx, float_onnx
@@ -246,8 +246,7 @@ class TorchPreparation(PreparedForOnnx):
     def sample_count(self, batch: object, arguments: object) -> int:
         """The size of the first dimension of the first tensor in the batch."""
         del arguments
-        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0]
-        return tensors[0].shape[0] if tensors else 1
+        return samples_in(batch)
 
     @property
     def any_batch_size(self) -> bool:

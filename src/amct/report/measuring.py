@@ -171,7 +171,7 @@ class Measuring:
             boxes=self.detections.comparisons(),
             possible_boxes=self.detections.possible(),
             metric=(self._sums[0] / self._samples, self._sums[1] / self._samples) if scored else None,
-            metric_name=_name_of(self._metric),
+            metric_name=metric_name(self._metric),
             batches=self._batches,
         )
 
@@ -186,6 +186,7 @@ def check_metric(metric: Metric | None, data: object) -> None:
         raise ArgumentError("metric: it needs data, with labels; pass data= too")
 
 
-def _name_of(metric: Metric | None) -> str:
+def metric_name(metric: Metric | None) -> str:
+    """What a metric is called in reports."""
     name = getattr(metric, "__name__", "metric")
     return "metric" if name == "<lambda>" else name.replace("_", " ")

@@ -74,7 +74,7 @@ def test_a_model_that_is_gone_is_said(model, tmp_path, caplog):
     found, page = metric_before(made, tmp_path)
     assert found > 5
     assert "trained weights without quantizers" in page
-    assert "Keep it while training, or give it as teacher" in caplog.text
+    assert "Give prepare_qat data and metric" in caplog.text
 
 
 def test_the_summary_compares_with_the_outputs_that_were_kept(model):
@@ -88,3 +88,22 @@ def test_the_summary_compares_with_the_outputs_that_were_kept(model):
         expected, got = model(DATA[0]), made(DATA[0])
     exact = 10 * torch.log10(expected.square().sum() / (expected - got).square().sum())
     assert float(re.search(line, made.summary())[1]) == pytest.approx(float(exact), abs=0.06)
+
+
+def test_a_metric_that_was_measured_before_training_needs_no_float_model(model, tmp_path, caplog):
+    expected = sum(size(model(batch), batch) for batch in DATA) / 2
+    made = trained(copy.deepcopy(model), data=DATA, metric=size)
+    gc.collect()
+    for each in (made, pickle.loads(pickle.dumps(made))):
+        found, page = metric_before(each, tmp_path)
+        assert found == pytest.approx(expected, abs=2e-3)
+        assert "measured then on 2 batches" in page
+        assert f"size before training, on 2 batches: {expected:.4g} of the float model" in each.summary()
+    assert not caplog.records or "trained weights without quantizers" not in caplog.text
+    page = made.report(tmp_path / "other.html", DATA, lambda output, _: float(output.detach().mean())).read_text()
+    assert "trained weights without quantizers" in page, "another metric than the one that was measured"
+
+
+def test_a_metric_needs_data(model):
+    with pytest.raises(amct.errors.ArgumentError, match="it needs data"):
+        amct.pytorch.prepare_qat(model, DATA, metric=size)

@@ -38,9 +38,10 @@ from amct.pytorch.qat.deployment import is_made_by_relu, not_negative, train_pla
 from amct.pytorch.qat.layers import QuantizedCall, as_quantized, put_quantizers, quantized_layers, trained_parts
 from amct.pytorch.qat.model import QatState, as_qat_model, keep_statistics, kept_batch, with_state
 from amct.pytorch.qat.operations import add_calls, instrument
-from amct.pytorch.qat.original import Original
+from amct.pytorch.qat.original import MetricBefore, Original
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
 from amct.pytorch.user_model import copy_in_its_mode, copy_model, refuse_operators, unwrap
+from amct.report.measuring import check_metric
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.qat.layers import QuantizedLayer
     from amct.pytorch.qat.model import QatModel
+    from amct.report.measuring import Metric
 
 
 @log.screen_only()
@@ -62,7 +64,9 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     teacher: nn.Module | None = None,
     target: str = Target.EXACT8.value,
     *,
-    freeze_norms: bool = False,
+    freeze_norms: bool | None = None,
+    data: object = None,
+    metric: Metric | None = None,
     inputs: BatchInputs | None = None,
     io: IoOptions | None = None,
 ) -> QatModel:
@@ -80,8 +84,11 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
             ``exact``). "portable", the default file of ``save``: also the tensors between layers that placement
             ``fast`` quantizes, and 8-bit weights with 7 bits, which every CPU's file has as they are; "vnni": the
             same with 8 bits. Such a file computes what the trained model computes.
-        freeze_norms: Let batch norms use and keep their running statistics in train mode too. At 8 bits, where the
-            start is as good as the float model, the noise of batch statistics does harm; at 4 bits new statistics help.
+        freeze_norms: Let batch norms use and keep their running statistics in train mode too. Those of single batches
+            differ from them by more than what quantization changes. None: they do from a call of ``recipe`` on.
+        data: Test data for ``metric``.
+        metric: ``metric(output, batch) -> float``, as for ``report``: measured here once of the float model and of the
+            start, for summary and report, also where the float model will be gone by then.
         inputs: Turns a batch into the model's inputs, for batches in other forms.
         io: Names and dynamic axes of the exported models.
 
@@ -95,10 +102,11 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     if target not in {each.value for each in Target}:
         listed = ", ".join(f'"{each.value}"' for each in Target)
         raise ArgumentError(f"target: expected one of {listed}, got {target!r}")
+    check_metric(metric, data)
     plain, masks = without_masks(unwrap(model))
     refuse_operators(plain)
-    data = torch_batches(plain, batches, inputs, name="batches")
-    example = data.first()
+    calibration = torch_batches(plain, batches, inputs, name="batches")
+    example = calibration.first()
     options = io or IoOptions()
     traced = trace_for_files(plain, (*example[0], example[1]), io=options)
     plan = retrain_plan_of(config, traced.config_layers())
@@ -106,13 +114,16 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     with_state(trainable, all_layers=True, any_batch=bool(traced.names.axes))
     put_sparse(trainable, masks)
     start_weights(trainable)
-    start = start_activations(trainable, data)
+    start = start_activations(trainable, calibration)
     if target != Target.EXACT8.value:
-        start |= train_placement(trainable, trainable.preparation(example, options), data)
+        start |= train_placement(trainable, trainable.preparation(example, options), calibration)
     teachers = () if teacher is None else (copy_model(unwrap(teacher)).requires_grad_(requires_grad=False),)
     kept = kept_batch(example) or example
     if freeze_norms:
         keep_statistics(trainable)
+    known = None
+    if metric is not None:
+        known = MetricBefore.measured(model, trainable, torch_batches(plain, data, inputs), metric)
     return with_state(
         trainable,
         io=options,
@@ -122,6 +133,7 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
         target=target,
         freeze_norms=freeze_norms,
         original=Original.of(model, kept),
+        metric_before=known,
         teaches_itself=teacher is model,
     )
 

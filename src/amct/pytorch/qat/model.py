@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from markupsafe import Markup
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from amct import log
 from amct.errors import AmctError, ArgumentError, TrainingError
 from amct.export.check.batch import batch_size, copied, first_samples
 from amct.export.request import DEFAULT_FORMATS, Placement, Target
+from amct.numerics.training.losses import teacher_distance
 from amct.pipeline.quantized_model import QuantizedModel
 from amct.printable import counted
-from amct.pytorch.inputs import IoOptions, torch_batches
+from amct.pytorch.inputs import IoOptions, tensors_in, torch_batches
 from amct.pytorch.pruning.sparse import make_plain, sparse_layers
 from amct.pytorch.qat.deployment import (
     as_float_model,
@@ -32,9 +31,11 @@ from amct.pytorch.qat.deployment import (
 )
 from amct.pytorch.qat.layers import quantized_layers
 from amct.pytorch.qat.operations import has_operations, inside, operation_quantizers, quantized_inputs
-from amct.pytorch.qat.original import Original, runner_of
+from amct.pytorch.qat.original import MetricBefore, Original, runner_of
+from amct.pytorch.qat.recipe import Recipe, propose, teacher_outputs
 from amct.pytorch.user_model import copy_model
 from amct.report.content import TrainedClips, TrainingContent
+from amct.report.measuring import metric_name
 
 if TYPE_CHECKING:
     import os
@@ -56,9 +57,10 @@ MOST_SAMPLES = 64
 """Samples of a batch that the model keeps: to be traced with, and to observe the tensors between layers."""
 _LARGEST_BYTES = 1 << 26
 BEFORE = "The metric before is that of the float model that was handed in, on the same data."
+AT_PREPARATION = "The metric before is that of the float model that was handed in, measured then on {}."
 WITHOUT_QUANTIZERS = (
     "The metric before is that of the trained weights without quantizers: the float model that was handed in is gone, "
-    "or was changed. Keep it while training, or give it as teacher."
+    "or was changed. Give prepare_qat data and metric, or keep the float model while training, or give it as teacher."
 )
 
 
@@ -80,8 +82,10 @@ class QatState:
         all_layers: Whether functional calls and modules called several times can be layers; not in AMCT's functions.
         any_batch: Whether files take batches of any size.
         target: The QDQ file that it is trained for.
-        freeze_norms: Whether batch norms use and keep their running statistics in train mode too.
+        freeze_norms: Whether batch norms use and keep their running statistics in train mode too; None: as a recipe
+            says.
         original: The float model that was handed in.
+        metric_before: What was measured of it, and of the model with quantizers, before training.
     """
 
     plan: RetrainPlan
@@ -97,8 +101,9 @@ class QatState:
     all_layers: bool = False
     any_batch: bool = False
     target: str = Target.EXACT8.value
-    freeze_norms: bool = False
+    freeze_norms: bool | None = None
     original: Original | None = None
+    metric_before: MetricBefore | None = None
 
     def __deepcopy__(self, _: dict[int, Any]) -> QatState:
         """A copy of the model shares what is never changed: plan, trace, batches and teacher."""
@@ -219,6 +224,8 @@ class QatModel(nn.Module):
             samples = batch_size(original.batch)[0]
             moved = "equal to" if distance == math.inf else f"at an SQNR of {distance:.1f} dB from"
             text += f"\noutputs {moved} those of the float model that was handed in (on {counted(samples, 'sample')})"
+        if self._qat.metric_before is not None:
+            text += f"\n{self._qat.metric_before}"
         return "\n".join([text, "clips of activations, before training -> now:", *rows]) if rows else text
 
     @log.screen_only()
@@ -261,14 +268,21 @@ class QatModel(nn.Module):
 
         ``losses`` are those of the training steps or epochs, in order.
         """
-        before = self._float_runner() if metric is not None else None
-        text = BEFORE if before is not None else WITHOUT_QUANTIZERS if metric is not None else ""
-        if metric is not None and before is None:
-            logger.warning("%s", WITHOUT_QUANTIZERS)
+        before, text = self._metric_before(metric) if metric is not None else (None, "")
         training = TrainingContent(
             before=text, losses=tuple(float(loss) for loss in losses), clips=tuple(self._clips())
         )
         return self.quantized().report(path, data, metric, inputs=inputs, files=files, training=training, before=before)
+
+    def _metric_before(self, metric: Metric) -> tuple[Callable[[Arguments], ModelOutput] | float | None, str]:
+        """How a report gets the metric before training, and what it says of it."""
+        runner, known = self._float_runner(), self._qat.metric_before
+        if runner is not None:
+            return runner, BEFORE
+        if known is not None and known.name == metric_name(metric):
+            return known.float_model, AT_PREPARATION.format(counted(known.batches, "batch"))
+        logger.warning("%s", WITHOUT_QUANTIZERS)
+        return None, WITHOUT_QUANTIZERS
 
     def _float_runner(self) -> Callable[[Arguments], ModelOutput] | None:
         """Runs the float model that was handed in, or the teacher if that is a copy of it; None: both are gone."""
@@ -285,7 +299,38 @@ class QatModel(nn.Module):
             name = quantizer.layer
             yield TrainedClips(layer=name, before=self._qat.start.get(name), after=quantizer.clips)
 
-    # -- distillation --------------------------------------------------------------------------------------------------
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def recipe(
+        self,
+        data: object,
+        *,
+        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
+        pace: float = 1.0,
+        inputs: BatchInputs | None = None,
+    ) -> Recipe:
+        """Propose how to train: optimizer, rates, schedule and epochs as plain objects of torch, and a loss.
+
+        Adam moves a parameter by about its rate in each step. Rates are 1/64 of a step of the grid of the layer: of a
+        weight, of a clip; of a scale or the gamma of a batch norm what moves the largest weight by that much. A few
+        steps on the first batch are tried on a copy, and all rates halved while they make its loss larger. The schedule
+        is a cosine down to 0 over about 300 steps, 100 where all layers have 8 bits, but whole epochs. From here on the
+        model trains without dropout, and its batch norms keep their statistics, unless ``prepare_qat`` was told
+        otherwise.
+
+        Args:
+            data: The training data, of which the first batch and the length are looked at, or one batch, as a tensor or
+                a tuple. Labels behind the inputs are found.
+            epochs: How often to go through the data; None: as few as make 300 or 100 steps.
+            steps_per_epoch: The number of batches, for data without a length.
+            pace: Multiplies all rates.
+            inputs: Turns a batch into the model's inputs, for batches in other forms.
+
+        Raises:
+            AmctError: The subclass tells whether data or a number are invalid.
+        """
+        return propose(self, data, epochs=epochs, steps_per_epoch=steps_per_epoch, pace=pace, inputs=inputs)
 
     def distillation_loss(self, inputs: object, outputs: object) -> Tensor:
         """How far outputs are from those of the teacher: a loss to add to, or to use in place of, the user's own.
@@ -303,31 +348,9 @@ class QatModel(nn.Module):
         """
         if not self._qat.teacher:
             raise TrainingError("the model has no teacher; give prepare_qat teacher=float_model")
-        teacher = self._qat.teacher[0]
-        device = next(iter(self.parameters())).device
-        if next(iter(teacher.parameters())).device != device:
-            teacher.to(device)
-        with torch.no_grad():
-            args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-            expected = teacher(*args, **(inputs if isinstance(inputs, dict) else {}))
-        found, wanted = (
-            [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-            for tree in (outputs, expected)
-        )
-        shapes = [tuple(tensor.shape) for tensor in found], [tuple(tensor.shape) for tensor in wanted]
-        if not found or shapes[0] != shapes[1]:
-            raise ArgumentError(f"outputs: expected tensors like the teacher's, {shapes[1]}, got {shapes[0]}")
-        losses = [_distance(own, target, self._qat.temperature) for own, target in zip(found, wanted, strict=True)]
-        return torch.stack(losses).sum()
-
-
-def _distance(own: Tensor, target: Tensor, temperature: float) -> Tensor:
-    own, target = own.float(), target.float()
-    if own.ndim == 2 and own.shape[1] > 1:
-        student = functional.log_softmax(own / temperature, dim=1)
-        teacher = functional.log_softmax(target / temperature, dim=1)
-        return functional.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
-    return functional.mse_loss(own, target) / target.square().mean().clamp(min=torch.finfo(torch.float32).tiny)
+        found = [leaf for leaf in tensors_in(outputs) if leaf.is_floating_point()]
+        pairs = zip(found, teacher_outputs(self, inputs, found), strict=True)
+        return torch.stack([teacher_distance(own, target, self._qat.temperature) for own, target in pairs]).sum()
 
 
 def _range(clips: tuple[float, float] | None) -> str:

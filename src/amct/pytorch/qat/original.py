@@ -1,7 +1,8 @@
 """The float model that was handed in for training: what "before" means in a summary and a report.
 
 The trained weights without their quantizers are another model, often a worse one. No copy of the user's model is kept:
-its outputs on a first batch, and a weak reference to it, by which it is run again while it lives and is unchanged.
+its outputs on a first batch, its metric if that was asked for, and a weak reference to it, by which it is run again
+while it lives and is unchanged.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from amct.export.check.losses import similarity_over
-from amct.pytorch.inputs import tensors_in
+from amct.printable import counted
+from amct.pytorch.inputs import samples_in, tensors_in
 from amct.pytorch.layer_hooks import torch_output
 from amct.pytorch.user_model import as_array, copy_model
+from amct.report.filling import metric_figure
+from amct.report.measuring import Measuring
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from amct.pipeline.batches import Batches
     from amct.pipeline.door import ModelOutput
     from amct.pytorch.layer_hooks import Arguments
+    from amct.report.measuring import Metric
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +87,48 @@ class Original:
         if similarity is None:
             return None
         return similarity.sqnr
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricBefore:
+    """A metric that was measured before training.
+
+    Attributes:
+        name: Of the metric.
+        float_model: That of the float model that was handed in.
+        start: That of the model with quantizers.
+        batches: On how many batches.
+    """
+
+    name: str
+    float_model: float
+    start: float
+    batches: int
+
+    @classmethod
+    def measured(cls, model: nn.Module, start: nn.Module, data: Batches, metric: Metric) -> MetricBefore:
+        """Run both models on data.
+
+        Raises:
+            ArgumentTypeError: The metric returns no number.
+            CalibrationError: There is no data.
+        """
+        measuring, runs = Measuring({}, metric), (runner_of(model), runner_of(start))
+        for batch, arguments in data.with_originals():
+            measuring.add(())
+            of_float, of_start = (run(arguments).value for run in runs)
+            measuring.score(of_float, of_start, batch, samples_in(batch))
+        found = measuring.result()
+        assert found.metric is not None
+        return cls(name=found.metric_name, float_model=found.metric[0], start=found.metric[1], batches=found.batches)
+
+    def __str__(self) -> str:
+        """One line of a summary."""
+        figure = metric_figure(self.name, self.float_model, self.start)
+        on = counted(self.batches, "batch")
+        return (
+            f"{self.name} before training, on {on}: {figure.before} of the float model, {figure.after} with quantizers"
+        )
 
 
 def runner_of(model: nn.Module) -> Callable[[Arguments], ModelOutput]:
