@@ -190,7 +190,7 @@ def test_numbers_are_above_zero(made, name):
 
 def test_a_model_of_amcts_functions_has_a_recipe_after_its_first_batch(tmp_path):
     model = Flow(tmp_path).create()
-    with pytest.raises(TrainingError, match="range of its input is not known yet.*first batches in train mode"):
+    with pytest.raises(TrainingError, match=r"range of its input is not known yet.*first batches in train mode"):
         model.recipe((images(), labels()))
     model.train()(images())
     assert model.recipe((images(), labels())).loss(images(), model(images()), labels()).requires_grad
