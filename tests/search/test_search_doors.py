@@ -13,6 +13,7 @@ from three_doors import caffe_pair, onnx_file, torch_network, uneven_network
 import amct.caffe
 import amct.onnx_model
 import amct.pytorch
+from amct.errors import ArgumentError
 from amct.model.quant_json import read_quant_json
 from amct.search.sequential import upper_bound
 
@@ -119,3 +120,48 @@ def test_goals_without_labels(door, goal, tmp_path):
     size = 100 if door == "pytorch" else 4
     found = quantize_to(door, tmp_path, [data[i : i + size] for i in range(0, 400, size)], **goal)
     assert found.certificate.met
+
+
+def config_with(settings):
+    return amct.pytorch.QuantConfig(common=amct.pytorch.LayerConfig(activations=settings))
+
+
+WHOLE = amct.pytorch.IfmrSettings(
+    max_percentile=1.0, min_percentile=1.0, search_range=(1.0, 1.01), search_step=0.01
+)  # fmt: skip
+
+
+HFMG = amct.pytorch.HfmgSettings()
+RANGES = [("pytorch", "hfmg8", HFMG), ("onnx", "hfmg8", HFMG)]
+RANGES += [(door, "minmax8", WHOLE) for door in ("pytorch", "onnx", "caffe")]
+
+
+@pytest.mark.parametrize(("door", "choice", "settings"), RANGES)
+def test_one_calibration_finds_the_ranges_of_other_algorithms(door, choice, settings, tmp_path):
+    """The same scales as a calibration with these settings alone."""
+    found = quantize_to(door, tmp_path, batches(), max_drop=100.0, choices=["float", choice])
+    model, config = torch_network(), config_with(settings)
+    if door == "pytorch":
+        alone = amct.pytorch.quantize(model, [torch.from_numpy(batch) for batch in CALIBRATION], config)
+    elif door == "onnx":
+        alone = amct.onnx_model.quantize(onnx_file(model, tmp_path), CALIBRATION, config)
+    else:
+        alone = amct.caffe.quantize(*caffe_pair(model, tmp_path), CALIBRATION, config)
+    assert set(next(point for point in found.history if point.chosen).choices.values()) == {choice}
+    assert found.layers == alone.layers
+    for name in found.layers:
+        for number, one in found.qparams[name].inputs.items():
+            other = alone.qparams[name].inputs[number]
+            assert (float(one.scale), int(one.offset)) == (float(other.scale), int(other.offset)), name
+    if choice == "minmax8":
+        width = max(map(np.max, CALIBRATION)) - min(map(np.min, CALIBRATION))
+        assert float(found.qparams[found.layers[0]].input.scale) == pytest.approx(width / 255)
+
+
+def test_twelve_bits_are_a_choice_in_caffe(tmp_path):
+    found = quantize_to("caffe", tmp_path, batches(), max_drop=100.0, choices=["float", "int12"])
+    assert {each.input.bits for each in found.qparams.values()} == {12}
+    again = amct.caffe.quantize(*caffe_pair(torch_network(), tmp_path), CALIBRATION, dict(found.history[0].config))
+    assert {name: each.input.bits for name, each in again.qparams.items()} == dict.fromkeys(found.layers, 12)
+    with pytest.raises(ArgumentError, match='"int12" is unknown'):
+        quantize_to("onnx", tmp_path, batches(), max_drop=1.0, choices=["float", "int12"])

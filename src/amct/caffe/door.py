@@ -45,7 +45,7 @@ from amct.pipeline.door import Calibration, LayerFreedom, ModelOutput
 from amct.pipeline.weights import with_bits
 from amct.record import CaffeRecord
 from amct.record.conversion import caffe_layer_record
-from amct.search.choices import FLOAT, INT4, INT8, INT16
+from amct.search.choices import FLOAT, INT4, INT8, INT12, INT16, MINMAX8
 from amct.search.doctor import diagnose as find_causes
 from amct.search.request import SearchRequest
 
@@ -155,17 +155,12 @@ def quantize_to(  # noqa: PLR0913  most of them are optional
     Raises:
         AmctError: The subclass tells whether files, config, data or goal are invalid.
     """
-    request = SearchRequest.of(labelled, options, (FLOAT, INT8, INT16, INT4))
-    base = quantize(
-        model,
-        weights,
-        calibration_data,
-        config,
-        inputs=inputs,
-        equalize=equalize,
-        custom_proto=custom_proto,
-    )
+    request = SearchRequest.of(labelled, options, (FLOAT, INT8, MINMAX8, INT12, INT16, INT4))
+    input_file(model, "model")
+    input_file(weights, "weights")
     with located_in(model):
+        door = CaffeDoor(read_model(model, weights, custom_proto), equalize=equalize)
+        base = flow.quantize(door, calibration_data, config, inputs, others=request.ranges)
         net = read_model(model, weights, custom_proto).build(())
         return request.run(base, net, inputs)
 

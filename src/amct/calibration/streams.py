@@ -49,6 +49,7 @@ class Stream:
         channel_axis: The axis with one scale per channel; None: one scale for the tensor.
         make_observer: Creates the observer; None: it is created from the settings above.
         same_as: Layer and name of a stream with the same values, whose factors are used instead of observing this one.
+        others: Further settings whose ranges are found in the same values.
     """
 
     layer: str
@@ -60,6 +61,7 @@ class Stream:
     channel_axis: int | None = None
     make_observer: Callable[[], Observer] | None = None
     same_as: tuple[str, str] | None = None
+    others: tuple[ActivationSettings, ...] = ()
 
     @property
     def described(self) -> str:
@@ -87,6 +89,7 @@ def plan_streams(layers: Iterable[LayerPlan], recurrent: Collection[str] = ()) -
                 settings=layer.activation,
                 batch_num=layer.batch_num,
                 force_fp16=layer.force_fp16,
+                others=layer.other_ranges if name == INPUT else (),
             )
 
 
@@ -186,9 +189,18 @@ class Watched:
             found = self.observer.result()
         except AmctError as error:
             raise CalibrationError(f"{self.stream.described}: {error}") from error
+        if self.stream.others and isinstance(self.observer, SamplingObserver):
+            found = replace(found, others=tuple(self._found_by(self.observer, each) for each in self.stream.others))
         if self.stream.force_fp16:
             found = replace(found, scale=round_scale_to_fp16(found.scale))
         return found
+
+    def _found_by(self, seen: SamplingObserver, settings: ActivationSettings) -> tuple[ActivationSettings, Observed]:
+        """What other settings find in the values that were observed."""
+        observer = make_observer(settings, channel_axis=self.stream.channel_axis, symmetric_scale=seen.symmetric_scale)
+        assert isinstance(observer, SamplingObserver)
+        observer.look_at(seen)
+        return settings, observer.result()
 
     # -- its data as arrays --------------------------------------------------------------------------------------------
 

@@ -63,7 +63,10 @@ class GoalOptions:
     ] = None
     minimize: Annotated[str, typer.Option(help='What is to be small: "size", "latency" or "bitops".')] = "size"
     choices: Annotated[
-        str | None, typer.Option(help='What a layer may become: "float,int8,int4" (default), int16, adaround4.')
+        str | None,
+        typer.Option(
+            help='What a layer may become: "float,int8,int4" (default), hfmg8, minmax8, int12, int16, adaround4.'
+        ),
     ] = None
     max_minutes: Annotated[float | None, typer.Option(help="End the search after so many minutes.")] = None
     max_evaluations: Annotated[float | None, typer.Option(help="End it after so many passes over the data.")] = None

@@ -59,6 +59,7 @@ class LayerPlan:
         weight_rounding: The rounding of uniform weights; learned and clustered weights do not use it.
         weight_scale: The divisor of the largest absolute weight.
         bias_correction: Whether the bias makes up for the mean error of rounding the weights.
+        other_ranges: Settings whose ranges the same calibration finds too, for a search.
     """
 
     name: str
@@ -73,6 +74,7 @@ class LayerPlan:
     weight_rounding: WeightRounding = "nearest"
     weight_scale: WeightScale = "negative_side"
     bias_correction: bool = False
+    other_ranges: tuple[ActivationSettings, ...] = ()
 
     @property
     def activation(self) -> ActivationSettings:

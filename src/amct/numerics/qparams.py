@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Self
 
+    from amct.numerics.settings import ActivationSettings
+
 
 def float32_tensor(numbers: float | Sequence[float]) -> Tensor:
     """The numbers as a tensor."""
@@ -116,11 +118,13 @@ class Observed(QParams):
             warning.
         balance: Factors ``[C]`` that the tensor is divided by before it is quantized; None: no balancing.
         mean: Mean of every channel ``[C]``, if the observer computes it.
+        others: What other settings find in the same values, for a search; not sent to other processes.
     """
 
     near_zero: Tensor = field(default_factory=lambda: torch.tensor(data=False))
     balance: Tensor | None = None
     mean: Tensor | None = None
+    others: tuple[tuple[ActivationSettings, QParams], ...] = ()
 
     @classmethod
     def from_range(
@@ -161,7 +165,7 @@ class Observed(QParams):
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
         """What was turned into arrays."""
         bits, *axis = arrays["bits"].tolist()
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if name in _TENSORS}
+        tensors: dict[str, Any] = {name: torch.from_numpy(each) for name, each in arrays.items() if name in _TENSORS}
         return cls(bits=bits, axis=axis[0] if axis else None, **tensors)
 
 

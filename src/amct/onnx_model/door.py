@@ -28,7 +28,7 @@ from amct.onnx_model.reading import input_shape, read_model, with_opset
 from amct.pipeline import flow
 from amct.pipeline.preparation import PreparedForOnnx, enabled_layers
 from amct.pipeline.weights import quantize_weights
-from amct.search.choices import FLOAT, INT4, INT8, INT16
+from amct.search.choices import FLOAT, HFMG8, INT4, INT8, INT16, MINMAX8
 from amct.search.doctor import diagnose as find_causes
 from amct.search.request import SearchRequest
 
@@ -338,8 +338,9 @@ def quantize_to(
     Raises:
         AmctError: The subclass tells whether model, config, data, goal or files are invalid.
     """
-    request = SearchRequest.of(labelled, options, (FLOAT, INT8, INT16, INT4))
-    base = quantize(model, calibration_data, config, inputs=inputs, equalize=equalize)
+    request = SearchRequest.of(labelled, options, (FLOAT, INT8, HFMG8, MINMAX8, INT16, INT4))
+    door = OnnxDoor(read_model(model, keep_weights=True), equalize=equalize)
+    base = flow.quantize(door, calibration_data, config, inputs, others=request.ranges)
     return request.run(base, with_values(read_model(model).model), inputs)
 
 

@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from amct.calibration import Ranks
-    from amct.config.plan import Plan
+    from amct.config.plan import LayerPlan, Plan
     from amct.config.python_config import AnyConfig
+    from amct.numerics.settings import ActivationSettings
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import Door
 
@@ -397,6 +398,7 @@ def quantize(
     config: AnyConfig,
     inputs: BatchInputs | None = None,
     resume: AnyResume = None,
+    others: Callable[[LayerPlan], tuple[ActivationSettings, ...]] | None = None,
 ) -> QuantizedModel:
     """Quantize the model behind a front door with calibration data.
 
@@ -410,6 +412,7 @@ def quantize(
             None for the defaults of the door's dialect.
         inputs: Turns a batch into the model's inputs, where its form does not tell them.
         resume: The file that keeps what was observed so far, to go on after a kill; None: nothing is kept.
+        others: By layer: settings whose ranges are found too, for a search.
 
     Raises:
         AmctError: A subclass says what is wrong: config, model, data or files.
@@ -420,6 +423,8 @@ def quantize(
     with closing(door.batches(data, inputs)) as batches:
         example = batches.first()
         plan, open_ended = door.plan(config, example, batches.length)
+        if others is not None:
+            plan = replace(plan, layers=tuple(replace(each, other_ranges=others(each)) for each in plan.layers))
         if door.reads_data_first(plan):
             batches.keep()
         file = None if resume is None else CalibrationFile.of(resume)

@@ -13,7 +13,7 @@ from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale, fine_where_empt
 from amct.numerics.arq import arq, channels_first, from_channels_first, reorder_gates
 from amct.numerics.balancing import balance_activation, balance_weight, dmq
 from amct.numerics.integer import lowest_scale
-from amct.numerics.qparams import LayerQParams, QParams
+from amct.numerics.qparams import LayerQParams, Observed, QParams
 from amct.numerics.rounding import bias_correction, integer_weight, round_weight
 from amct.numerics.settings import AdaRoundSettings, ArqSettings, WeightKind
 from amct.numerics.snq import ClusteredWeight, absorb_multiplier, decode, pack_nibbles
@@ -387,10 +387,18 @@ def _fine_where_zero(scales: Tensor, weights: QuantizedWeights, bias: Tensor, da
 
 
 def with_bits(inputs: Mapping[int, QParams], plan: LayerPlan | None) -> dict[int, QParams]:
-    """The parameters of inputs with the bits of a plan: the same range in finer or coarser steps."""
+    """The parameters of inputs with the settings of a plan.
+
+    The range that these settings have found if the calibration was asked for them; with other bits the same range in
+    finer or coarser steps.
+    """
     found = dict(inputs)
     for number, settings in enumerate(plan.activations if plan is not None else ()):
         before = inputs.get(number)
+        if isinstance(before, Observed):
+            other = next((qparams for known, qparams in before.others if known == settings), None)
+            if other is not None:
+                found[number] = before = replace(before, scale=other.scale, offset=other.offset)
         if before is None or before.bits == settings.num_bits:
             continue
         steps = 2.0 ** (settings.num_bits - before.bits)

@@ -96,13 +96,19 @@ def quantize(  # noqa: PLR0913  most of them are optional
     Raises:
         AmctError: the subclass tells whether config, model, data or files are invalid.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if adaround not in ("plain", "fast"):
         raise ArgumentError(f'adaround: expected "plain" or "fast", got {adaround!r}')
-    chosen = None if part is None else Part(model, part)
-    door = TorchDoor(model, io or IoOptions(), adaround, chosen, equalize=equalize)
+    door = _opened(model, io, part, adaround, equalize=equalize)
     return flow.quantize(door, calibration_data, config, inputs, resume)
+
+
+def _opened(
+    model: nn.Module, io: IoOptions | None, part: str | None, adaround: AdaRoundMode = "plain", *, equalize: bool
+) -> TorchDoor:
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    chosen = None if part is None else Part(model, part)
+    return TorchDoor(model, io or IoOptions(), adaround, chosen, equalize=equalize)
 
 
 def quantize_to(  # noqa: PLR0913  most of them are optional
@@ -139,7 +145,8 @@ def quantize_to(  # noqa: PLR0913  most of them are optional
         AmctError: the subclass tells whether config, model, data, goal or files are invalid.
     """
     request = SearchRequest.of(labelled, options)
-    base = quantize(model, calibration_data, config, inputs=inputs, io=io, part=part, equalize=equalize)
+    door = _opened(model, io, part, equalize=equalize)
+    base = flow.quantize(door, calibration_data, config, inputs, others=request.ranges)
     learned = learned_weights(base, request.choices)
     return request.run(base, model, inputs, learned)
 

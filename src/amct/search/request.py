@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from amct.calibration.ranks import fingerprint
 from amct.errors import ArgumentError, ArgumentTypeError
 from amct.export.request import Placement
-from amct.search.choices import FLOAT, INT8, MEANINGS, checked
+from amct.search.choices import FLOAT, INT8, MEANINGS, checked, other_ranges
 from amct.search.costs import COSTS, LATENCY, SIZE
 from amct.search.goal import Agreement, Drop, Evaluate, Evaluated, Goal, Score, Sqnr, checked_number
 from amct.search.journal import Journal
@@ -21,6 +21,8 @@ from amct.search.samples import Samples, labelled_pairs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from amct.config.plan import LayerPlan
+    from amct.numerics.settings import ActivationSettings
     from amct.pipeline.batches import BatchInputs
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.pipeline.weights import QuantizedWeights
@@ -40,8 +42,9 @@ class SearchOptions(TypedDict, total=False):
         score_range: the smallest and the largest number that ``score`` can return; (0, 1) unless given.
         evaluate: ``evaluate(model)`` returns the accuracy of a model on data of its own, for metrics that are no mean
             over samples; the certificate then promises nothing about other data.
-        choices: what a layer may become, of "float", "int8", "int16" (activations), "int4" (weights) and "adaround4"
-            (PyTorch); by default "float", "int8" and "int4".
+        choices: what a layer may become, of "float", "int8", "hfmg8" and "minmax8" (other ranges of activations),
+            "int16" and "int12" (activations; 12 bits in Caffe), "int4" (weights) and "adaround4" (PyTorch); by default
+            "float", "int8" and "int4".
         minimize: "size" (bytes of weights), "bitops" (multiplications times the bits of both factors) or "latency"
             (measured milliseconds on this machine).
         max_minutes: the search ends after so many minutes with the best result so far.
@@ -148,6 +151,10 @@ class SearchRequest:
             resume=None if resume is None else Path(resume),
             on_best=options.get("on_best"),
         )
+
+    def ranges(self, layer: LayerPlan) -> tuple[ActivationSettings, ...]:
+        """The further settings whose ranges the one calibration must find for a layer."""
+        return other_ranges(layer, self.choices)
 
     def run(
         self,

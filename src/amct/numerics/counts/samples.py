@@ -320,6 +320,10 @@ class SamplingObserver(RangeObserver):
             self.expect(x.numel() * self._planned_batches)
         self._samples.add(x)
 
+    def look_at(self, other: SamplingObserver) -> None:
+        """Search over what ``other`` has observed, which is not copied."""
+        self._samples, self._range = other._samples, other._range
+
     def merge(self, other: SamplingObserver) -> None:
         """Add all data observed by ``other``, an observer with the same settings."""
         check_mergeable(self, other)

@@ -168,6 +168,7 @@ class IFMR(Layer):
                 batch_num=batch_num,
                 make_observer=partial(self._make_observer, settings, batch_num),
                 same_as=None if (layer, name) == observed else observed,
+                others=() if plan is None else plan.other_ranges,
             )
 
     def _settings(self) -> ActivationSettings:
