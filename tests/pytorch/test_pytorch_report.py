@@ -309,3 +309,23 @@ def test_compare_refuses_what_cannot_be_compared(model, quantized, batches):
         amct.compare(nn.Sequential(nn.Conv2d(3, 8, 3)), model, batches)
     with pytest.raises(CalibrationError, match="empty"):
         amct.compare(model, quantized, [])
+
+
+def test_every_output_of_a_model_is_measured(tmp_path):
+    """Outputs of a tuple are no longer one: the worst are shown, the others counted."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Conv2d(3, 4, 3)
+            self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(7))
+
+        def forward(self, x):
+            x = self.stem(x).mean((2, 3))
+            return tuple(head(x) for head in self.heads)
+
+    torch.manual_seed(0)
+    quantized = amct.quantize(Heads().eval(), [torch.randn(4, 3, 8, 8)])
+    page = quantized.report(tmp_path / "heads.html").read_text()
+    assert page.count("SQNR of output ") == 4
+    assert "SQNR of 3 more outputs" in page

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from PIL import Image
 from report_examples import HOSTILE, large_report, small_report
 
+from amct.report.network import Box, Network
 from amct.report.page import write_page
 
 pytestmark = pytest.mark.browser
@@ -185,6 +187,25 @@ def test_zooming_keeps_the_middle_and_finds_the_chosen_layer(tab, tmp_path):
     )
     assert tab.run(inside) is True
     assert tab.complaints() == []
+
+
+@pytest.mark.parametrize(("branches", "width"), [(1, 1080), (40, 1080), (40, 390)])
+def test_a_network_begins_as_wide_as_the_page(browser, tmp_path, branches, width):
+    """No branch is hidden at first; a narrow network begins in its own size, at its input."""
+    inner = [Box(name=f"b{place}", type="Conv", inputs=(0,)) for place in range(branches)]
+    boxes = (Box(name="x", type="input"), *inner, Box(name="sum", type="Add", inputs=tuple(range(1, branches + 1))))
+    write_page(tmp_path / "wide.html", replace(small_report(), network=Network(boxes=boxes)))
+    browser.send("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500)
+    try:
+        browser.open(tmp_path / "wide.html")
+        drawn = browser.run("document.querySelector('.canvas svg').getBoundingClientRect().width")
+        room = browser.run("document.querySelector('.canvas').clientWidth")
+        natural = browser.run("document.querySelector('.canvas svg').viewBox.baseVal.width")
+        assert drawn == pytest.approx(min(room, natural), abs=1)
+        assert browser.run("document.querySelector('.canvas').scrollTop") == 0
+        assert browser.complaints() == []
+    finally:
+        browser.send("Emulation.clearDeviceMetricsOverride")
 
 
 def test_a_thousand_layers_are_drawn(browser, tmp_path):

@@ -271,9 +271,10 @@ class TorchRun:
 
 
 def torch_output(value: object) -> ModelOutput:
-    """What a module returned, with the floating-point tensors in it."""
-    floats = [(OUTPUT, leaf) for leaf in tensors_in(value) if leaf.is_floating_point()]
-    return ModelOutput(value=value, tensors=floats)
+    """What a module returned, with the floating-point tensors in it, numbered if there are several."""
+    floats = [leaf for leaf in tensors_in(value) if leaf.is_floating_point()]
+    names = [OUTPUT] if len(floats) == 1 else [f"{OUTPUT} {number}" for number in range(1, len(floats) + 1)]
+    return ModelOutput(value=value, tensors=list(zip(names, floats, strict=True)))
 
 
 def _output_hook(layer: str, outputs: OnTensor) -> Callable[..., None]:

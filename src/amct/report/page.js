@@ -223,17 +223,22 @@
 
   let scale = 1;
 
+  function resize(wanted) {
+    const svg = canvas.querySelector("svg"), area = svg.viewBox.baseVal;
+    scale = wanted;
+    svg.style.width = `${area.width * scale}px`;
+    svg.style.height = `${area.height * scale}px`;
+  }
+
   // Draw the network in another size and keep its middle, or show a box.
   function zoom(wanted) {
-    const svg = canvas.querySelector("svg"), area = svg.viewBox.baseVal;
+    const area = canvas.querySelector("svg").viewBox.baseVal;
     const chosen = boxes.find((box) => box.classList.contains("chosen"));
     const middleX = (canvas.scrollLeft + canvas.clientWidth / 2) / scale, middleY = (canvas.scrollTop + canvas.clientHeight / 2) / scale;
     const whole = Math.min(canvas.clientWidth / area.width, canvas.clientHeight / area.height);
-    if (wanted === "fit") scale = Math.min(1, whole);
-    else if (wanted === "chosen") scale = Math.max(scale, 1);
-    else scale = Math.min(4, Math.max(Math.min(1, whole), scale * Number(wanted)));
-    svg.style.width = `${area.width * scale}px`;
-    svg.style.height = `${area.height * scale}px`;
+    if (wanted === "fit") resize(Math.min(1, whole));
+    else if (wanted === "chosen") resize(Math.max(scale, 1));
+    else resize(Math.min(4, Math.max(Math.min(1, whole), scale * Number(wanted))));
     canvas.scrollTo(middleX * scale - canvas.clientWidth / 2, middleY * scale - canvas.clientHeight / 2);
     if (wanted === "chosen" && chosen) show(chosen);
   }
@@ -244,8 +249,7 @@
   }
 
   if (canvas) {
-    const svg = canvas.querySelector("svg");
-    canvas.scrollLeft = (svg.clientWidth - canvas.clientWidth) / 2;
+    resize(Math.min(1, canvas.clientWidth / canvas.querySelector("svg").viewBox.baseVal.width));  // no branch begins hidden
     canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey) return;  // the wheel alone scrolls
       event.preventDefault();
