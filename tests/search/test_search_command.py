@@ -145,7 +145,7 @@ def test_an_interrupted_search_leaves_its_best_and_goes_on(folder, tmp_path, mon
         (["--point", "1", "--max-drop", "1"], "leave out the goal"),
         (["--max-drop", "1", "--evaluate", "json"], "module:function"),
         (["--max-drop", "1", "--evaluate", "json:nothing"], 'has no function "nothing"'),
-        (["--max-drop", "1", "--minimize", "weight"], 'expected "size" or "latency"'),
+        (["--max-drop", "1", "--minimize", "weight"], "expected one of size, latency, bitops"),
         (["--max-drop", "1", "--choices", "int3"], '"int3" is unknown'),
         (["--point", "1"], "does not exist"),
     ],

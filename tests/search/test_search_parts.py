@@ -208,7 +208,7 @@ def test_wrong_scores_are_said(score, message):
         ({"max_drop": "1"}, ArgumentTypeError, "max_drop: expected a number, got str"),
         ({"max_drop": 1, "choices": ["int5"]}, ArgumentError, '"int5" is unknown. Did you mean "int'),
         ({"max_drop": 1, "choices": ["float"]}, ArgumentError, 'something besides "float"'),
-        ({"max_drop": 1, "minimize": "weight"}, ArgumentError, 'expected "size" or "latency"'),
+        ({"max_drop": 1, "minimize": "weight"}, ArgumentError, "expected one of size, latency, bitops"),
         ({"max_drop": 1, "seed": -1}, ArgumentTypeError, "seed: expected a whole number"),
         ({"max_drop": 1, "evaluate": len}, ArgumentError, "leave labelled out"),
         ({"max_drop": 1, "max_evals": 3}, ArgumentTypeError, "unknown option max_evals"),
