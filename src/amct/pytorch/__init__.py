@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from amct.pytorch.decomposition.door import DecomposedModel, decompose
     from amct.pytorch.door import compare, diagnose, quantize, quantize_to
     from amct.pytorch.inputs import IoOptions
+    from amct.pytorch.pruning.budget.door import prune_to
+    from amct.pytorch.pruning.budget.result import BudgetedModel
     from amct.pytorch.pruning.door import prune, restore_pruned, sparsify
     from amct.pytorch.pruning.pruned_model import PrunedModel
     from amct.pytorch.qat.door import prepare_qat
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdaRoundSettings",
     "ArqSettings",
+    "BudgetedModel",
     "DecomposedModel",
     "HfmgSettings",
     "IfmrSettings",
@@ -46,6 +49,7 @@ __all__ = [
     "diagnose",
     "prepare_qat",
     "prune",
+    "prune_to",
     "quantize",
     "quantize_to",
     "restore_pruned",
@@ -61,6 +65,8 @@ __getattr__, __dir__ = lazy_names(
         "amct.pytorch.decomposition.door": ("DecomposedModel", "decompose"),
         "amct.pytorch.door": ("compare", "diagnose", "quantize", "quantize_to"),
         "amct.pytorch.inputs": ("IoOptions",),
+        "amct.pytorch.pruning.budget.door": ("prune_to",),
+        "amct.pytorch.pruning.budget.result": ("BudgetedModel",),
         "amct.pytorch.pruning.door": ("prune", "restore_pruned", "sparsify"),
         "amct.pytorch.pruning.pruned_model": ("PrunedModel",),
         "amct.pytorch.qat.door": ("prepare_qat",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from torch import nn
@@ -101,7 +102,7 @@ def prune(  # noqa: PLR0913  a front door with its settings
         found = _as_amct(traced, plan, data)
     else:
         found = prune_fully(traced, _wanted(ratio or DEFAULT_RATIO, flops, align, plan), data)
-    result = _result(model, traced, found, settings, io)
+    result = pruned_model(model, traced, found, settings, io)
     if batches is not None:
         refresh_batch_norms(result.model, data)
     return result
@@ -129,7 +130,7 @@ def sparsify(
     Raises:
         AmctError: The subclass tells whether arguments, config or model are invalid.
     """
-    _check_model(model)
+    check_model(model)
     if isinstance(update_freq, bool) or not isinstance(update_freq, int) or update_freq < 0:
         raise ArgumentError(f"update_freq: expected a whole number from 0, got {update_freq!r}")
     traced = cached_trace(model, example)
@@ -139,7 +140,7 @@ def sparsify(
         plan = uniform_pruning(SelectivePruneSettings(update_freq=update_freq), "sparsify", prunable_layers(traced))
     if not plan.selective or plan.filters:
         raise ConfigError(f"{plan.source}: expected n_out_of_m_pruner for all layers; prune removes channels")
-    return _result(model, traced, _as_amct(traced, plan), f"2:4 sparsity, update_freq {update_freq}", io)
+    return pruned_model(model, traced, _as_amct(traced, plan), f"2:4 sparsity, update_freq {update_freq}", io)
 
 
 def restore_pruned(
@@ -156,7 +157,7 @@ def restore_pruned(
         RecordError: The record does not fit the model.
         FileError: A file cannot be read.
     """
-    _check_model(model)
+    check_model(model)
     source = "the record" if isinstance(record, Record) else os.fspath(record)
     found = record if isinstance(record, Record) else read_record(record)
     if not found.prune or any(chain.selective is not None for chain in found.prune):
@@ -170,22 +171,36 @@ def restore_pruned(
     return restored.train(model.training)
 
 
-def _check_model(model: object) -> None:
+def check_model(model: object) -> None:
+    """Check that a model is a module.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
 
 
+def check_align(align: object) -> None:
+    """Check the number of which the channels that are left are a multiple.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    if isinstance(align, bool) or not isinstance(align, int) or align < 1:
+        raise ArgumentError(f"align: expected a whole number from 1, got {align!r}")
+
+
 def _checked(model: object, ratio: float | None, flops: float | None, align: int, reach: str, config: object) -> str:
     """Check the settings; returns them as text."""
-    _check_model(model)
+    check_model(model)
     for name, value in (("ratio", ratio), ("flops", flops)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1):
             raise ArgumentError(f"{name}: expected a number between 0 and 1, got {value!r}")
     given = [name for name, value in (("ratio", ratio), ("flops", flops), ("config", config)) if value is not None]
     if len(given) > 1:
         raise ArgumentError(f"{' and '.join(given)}: give one of them")
-    if isinstance(align, bool) or not isinstance(align, int) or align < 1:
-        raise ArgumentError(f"align: expected a whole number from 1, got {align!r}")
+    check_align(align)
     if reach not in ("full", "amct"):
         raise ArgumentError(f'reach: expected "full" or "amct", got {reach!r}')
     if reach == "amct" and flops is not None:
@@ -245,7 +260,17 @@ def _as_amct(traced: Traced, plan: PrunePlan, batches: Iterable[Arguments] = ())
     )
 
 
-def _result(model: nn.Module, traced: Traced, found: Pruned, settings: str, io: IoOptions | None) -> PrunedModel:
+def everywhere(traced: Traced) -> PrunePlan | None:
+    """The plan of AMCT that prunes every layer that it can; None if there is none."""
+    with suppress(ConfigError):
+        return uniform_pruning(FilterPruneSettings(prune_ratio=DEFAULT_RATIO), "everywhere", prunable_layers(traced))
+    return None
+
+
+def pruned_model(
+    model: nn.Module, traced: Traced, found: Pruned, settings: str, io: IoOptions | None
+) -> PrunedModel:
+    """The result of pruning a model, in its mode."""
     found.model.train(model.training)
     return PrunedModel(
         model=found.model,

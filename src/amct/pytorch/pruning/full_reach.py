@@ -81,6 +81,23 @@ class Wanted:
     kept: Mapping[str, str]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reached:
+    """What a choice of channels can be made of.
+
+    Attributes:
+        channel_map: The channels of the model.
+        cells: Those that may be removed, in the order in which they go.
+        moments: What was measured of the inputs of layers.
+        literal: The lines of user code whose sizes are literal, as far as they are known.
+    """
+
+    channel_map: ChannelMap
+    cells: Sequence[ChannelCell]
+    moments: Mapping[str, InputMoments]
+    literal: frozenset[str]
+
+
 def prune_fully(traced: Traced, wanted: Wanted, batches: Iterable[Arguments] = ()) -> Pruned:
     """Remove channels from a copy of a traced model.
 
@@ -90,14 +107,38 @@ def prune_fully(traced: Traced, wanted: Wanted, batches: Iterable[Arguments] = (
     Raises:
         ModelError: The model cannot be captured or copied, or the cut copy does not run.
     """
-    literal: frozenset[str] = frozenset()
+    return cut_chosen(traced, wanted, lambda found: _chosen(found.channel_map, found.cells, wanted), batches)[0]
+
+
+def cut_chosen(
+    traced: Traced,
+    wanted: Wanted,
+    choice: Callable[[Reached], Removal],
+    batches: Iterable[Arguments] = (),
+    literal: frozenset[str] = frozenset(),
+) -> tuple[Pruned, frozenset[str]]:
+    """Remove the channels of a choice, which is made anew whenever a literal size is found.
+
+    Args:
+        traced: The model.
+        wanted: Which layers stay, and how numbers of channels are rounded.
+        choice: What goes.
+        batches: To fit layers to.
+        literal: Lines of user code whose sizes are known to be literal.
+
+    Returns:
+        The cut model, and the lines of user code with literal sizes.
+
+    Raises:
+        ModelError: The model cannot be captured or copied, or the cut copy does not run.
+    """
     moments: dict[str, InputMoments] | None = None
     while True:
         channel_map = map_channels(traced, literal_places=literal, kept_layers=wanted.kept)
         if moments is None:
             moments = measure_inputs(traced.model, {layer.name for layer in channel_map.layers}, batches)
         cells = ranked_by_data(find_cells(channel_map), channel_map, moments)
-        removal = _chosen(channel_map, cells, wanted)
+        removal = choice(Reached(channel_map=channel_map, cells=cells, moments=moments, literal=literal))
         chains = chain_records(removal, cells)
         model = copy_model(traced.model)
         cut_channels(model, chains)
@@ -106,7 +147,7 @@ def prune_fully(traced: Traced, wanted: Wanted, batches: Iterable[Arguments] = (
             model = copy_model(traced.model)
             compensate(model, chains, moments)
             cut_channels(model, chains)
-            return _result(model, chains, removal, cells, wanted)
+            return _result(model, chains, removal, cells, wanted), literal
         found = fault.literal_places(removal) - literal
         if not found:
             raise ModelError(f"{type(model).__name__} does not run without the channels that were removed: {fault}")

@@ -13,12 +13,12 @@ from markupsafe import Markup
 
 from amct import atomic
 from amct.errors import ArgumentError
-from amct.export.check.running import LoadedModel, median_seconds
 from amct.export.request import FLOAT, SavePath, check_opset
 from amct.printable import escaped, printable, shortened
 from amct.pytorch.inputs import torch_batches
-from amct.pytorch.pruning.saving import FloatFiles, float_model, onnx_feeds, save_float, traced_plain
+from amct.pytorch.pruning.saving import FloatFiles, save_float
 from amct.pytorch.pruning.sparse import mask_records, sparse_layers
+from amct.pytorch.pruning.timing import Stopwatch
 from amct.pytorch.user_model import copy_model
 from amct.report.measuring import check_metric
 from amct.report.page import write_page
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping
 
-    from onnx import ModelProto
     from torch import nn
 
     from amct.model import Skip
@@ -75,6 +74,7 @@ class PrunedModel:
         lines = [f"{type(self.model).__name__}: {self._what(len(pruned))}"]
         lines.append(f"  parameters  {count_text(self.before.parameters)} → {count_text(self.after.parameters)}")
         lines.append(f"  MACs        {count_text(self.before.macs)} → {count_text(self.after.macs)}")
+        lines += self._more_lines()
         names = [escaped(shortened(name)) for name in pruned]
         width = max((len(name) for name in [*names, *(skip.layer for skip in self.skipped)]), default=0)
         lines += [
@@ -88,6 +88,10 @@ class PrunedModel:
     def _what(self, changed: int) -> str:
         sparse = sparse_layers(self.model)
         return f"{len(sparse)} layers sparse (2:4)" if sparse else f"{changed} of {len(self.channels)} layers pruned"
+
+    def _more_lines(self) -> list[str]:
+        """What else the summary says of the whole model."""
+        return []
 
     def __repr__(self) -> str:
         """The first line of the summary."""
@@ -146,10 +150,8 @@ class PrunedModel:
         return (*inputs.args, inputs.kwargs)
 
     @cached_property
-    def _float_onnx(self) -> tuple[ModelProto, ModelProto]:
-        """The whole and the pruned model as ONNX."""
-        pruned = float_model(traced_plain(self.model, self._example, self.io))[0]
-        return float_model(traced_plain(self.original.model, self._example, self.io))[0], pruned
+    def _stopwatch(self) -> Stopwatch:
+        return Stopwatch(self.original, self.io)
 
     def latency(self) -> tuple[float, float]:
         """Seconds of one run of the whole and of the pruned model in onnxruntime, on the example input.
@@ -157,12 +159,7 @@ class PrunedModel:
         Raises:
             ExportError: One of them cannot be exported.
         """
-        loaded = [(LoadedModel(model), onnx_feeds(self.original, model)) for model in self._float_onnx]
-        for model, feeds in loaded:
-            model.run(feeds)
-        (whole, given), (pruned, feeds) = loaded
-        times = median_seconds({"whole": lambda: whole.run(given), "pruned": lambda: pruned.run(feeds)}, budget=1.0)
-        return times["whole"], times["pruned"]
+        return self._stopwatch.seconds(self.model)
 
     def report(
         self,

@@ -102,7 +102,10 @@ BLOCKS = (8, 16)
 
 
 class RemovalCosts:
-    """The MACs of a model as a function of how many sets of channels each of some groups of sets loses.
+    """What a model costs as a function of how many sets of channels each of some groups of sets loses.
+
+    All functions take the share of its positions that each group loses, 0 to 1, or a column of shares for each of
+    several removals, for which they return an array.
 
     Args:
         channel_map: The channels of the model.
@@ -110,59 +113,93 @@ class RemovalCosts:
     """
 
     def __init__(self, channel_map: ChannelMap, groups: Sequence[Sequence[int]]) -> None:
-        self._group_of = np.full(channel_map.sets.count, -1, np.int64)
-        for number, roots in enumerate(groups):
-            self._group_of[list(roots)] = number
-        self._map = channel_map
-        rows: list[NDArray[np.float64]] = []
-        sizes, starts, made = [], [], []
-        for operation in channel_map.program.operations:
-            factors = _factors(operation)
-            if factors is None:
-                continue
-            weight, read, other = factors
-            axes = [(axis, size, False) for axis, size in islice(self._axes(weight), read, None)]
-            axes += [(axis, size, True) for axis, size in self._axes(other)]
-            counted = [(self._counts(axis, len(groups)), size, of_other) for axis, size, of_other in axes]
-            fixed = math.prod(size for counts, size, _ in counted if not counts.any())
-            starts.append(len(rows))
-            for counts, size, of_other in [
-                (np.zeros(len(groups)), fixed, False),
-                *(each for each in counted if each[0].any()),
-            ]:
-                rows.append(counts)
-                sizes.append(size)
-                made.append(of_other)
-        self._rows = np.array(rows, np.float64).reshape(len(rows), len(groups))
-        self._varies = self._rows.any(axis=1)
-        self._sizes, self._made = np.array(sizes, np.float64), np.array(made, np.bool_)
-        self._starts = np.array(starts, np.int64)
+        factors = [found for each in channel_map.program.operations if (found := _factors(each)) is not None]
+        terms = []
+        for weight, read, other in factors:
+            own = [(axis, size, False) for axis, size in islice(_axes(channel_map, weight), read, None)]
+            terms.append(own + [(axis, size, True) for axis, size in _axes(channel_map, other)])
+        self._macs = _Products(channel_map, groups, terms)
+        self._map, self._groups = channel_map, groups
 
-    def _axes(self, value: Value) -> Iterator[tuple[Axis, int]]:
-        return ((axis, size or 0) for axis, size in zip(self._map.of(value), value.shape or (), strict=True))
+    @cached_property
+    def _parameters(self) -> _Products:
+        terms = []
+        for name, parameter in self._map.model.named_parameters():
+            axes = self._map.parameters.get(name, (None,) * parameter.ndim)
+            terms.append([(axis, size, False) for axis, size in zip(axes, parameter.shape, strict=True)])
+        return _Products(self._map, self._groups, terms)
 
-    def _counts(self, axis: Axis, groups: int) -> NDArray[np.float64]:
-        """How many positions of an axis belong to a set of each group."""
-        if axis is None:
-            return np.zeros(groups)
-        found = self._group_of[self._map.sets.roots(axis)]
-        return np.bincount(found[found >= 0], minlength=groups).astype(np.float64)
+    def macs(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The MACs."""
+        return self._macs.total(self._macs.left(shares))
 
-    def macs(self, shares: NDArray[np.float64]) -> float:
-        """The MACs if each group loses a share of its positions, 0 to 1."""
-        return self._product(self._sizes - self._rows @ shares)
+    def parameters(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The number of parameters."""
+        return self._parameters.total(self._parameters.left(shares))
 
-    def work(self, shares: NDArray[np.float64]) -> float:
+    def work(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
         """The MACs as kernels compute them, in blocks of channels; the mean over the sizes of blocks.
 
         A last block that is not full costs as much as a full one. Inputs of less than one block are read as they are.
         """
-        left, found = self._sizes - self._rows @ shares, 0.0
+        left, found = self._macs.left(shares), np.zeros(())
+        varies, made = (each.reshape(-1, *[1] * (left.ndim - 1)) for each in (self._macs.varies, self._macs.made))
         for block in BLOCKS:
             whole = np.ceil(left / block) * block
-            exact = ~self._varies | (~self._made & (left < block))
-            found += self._product(np.where(exact, left, whole))
+            exact = ~varies | (~made & (left < block))
+            found = found + self._macs.total(np.where(exact, left, whole))
         return found / len(BLOCKS)
 
-    def _product(self, left: NDArray[np.float64]) -> float:
-        return float(np.multiply.reduceat(left, self._starts).sum()) if len(self._starts) else 0.0
+
+def _axes(channel_map: ChannelMap, value: Value) -> Iterator[tuple[Axis, int]]:
+    return ((axis, size or 0) for axis, size in zip(channel_map.of(value), value.shape or (), strict=True))
+
+
+class _Products:
+    """A sum of products of axes, each of which has positions that belong to the groups.
+
+    Args:
+        channel_map: The channels.
+        groups: The groups of sets.
+        terms: The axes of each product: labels, size, and whether it is one of a result.
+    """
+
+    def __init__(
+        self, channel_map: ChannelMap, groups: Sequence[Sequence[int]], terms: Sequence[list[tuple[Axis, int, bool]]]
+    ) -> None:
+        group_of = np.full(channel_map.sets.count, -1, np.int64)
+        for number, roots in enumerate(groups):
+            group_of[list(roots)] = number
+
+        def counts(axis: Axis) -> NDArray[np.float64]:
+            """How many positions of an axis belong to a set of each group."""
+            found = np.zeros(0, np.int64) if axis is None else group_of[channel_map.sets.roots(axis)]
+            return np.bincount(found[found >= 0], minlength=len(groups)).astype(np.float64)
+
+        rows: list[NDArray[np.float64]] = []
+        sizes, starts, made = [], [], []
+        for term in terms:
+            counted = [(counts(axis), size, of_result) for axis, size, of_result in term]
+            fixed = math.prod(size for found, size, _ in counted if not found.any())
+            starts.append(len(rows))
+            for found, size, of_result in [
+                (np.zeros(len(groups)), fixed, False),
+                *(each for each in counted if each[0].any()),
+            ]:
+                rows.append(found)
+                sizes.append(size)
+                made.append(of_result)
+        self._rows = np.array(rows, np.float64).reshape(len(rows), len(groups))
+        self._sizes, self._starts = np.array(sizes, np.float64), np.array(starts, np.int64)
+        self.varies, self.made = self._rows.any(axis=1), np.array(made, np.bool_)
+
+    def left(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sizes of all axes without the shares."""
+        return (self._sizes - (self._rows @ shares).T).T
+
+    def total(self, left: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sum of the products of axes of these sizes."""
+        if not len(self._starts):
+            return np.zeros(left.shape[1:])
+        found: NDArray[np.float64] = np.multiply.reduceat(left, self._starts, axis=0).sum(axis=0)
+        return found

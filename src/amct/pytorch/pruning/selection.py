@@ -68,6 +68,14 @@ class ChannelCell:
             found.update(near)
         return exact or sorted(found) or [0]
 
+    def removable(self, align: int) -> list[int]:
+        """All numbers of sets that may be removed so that a multiple of channels is left; 0 is the first."""
+        found = self._leaving(align)
+        while len(found) < 2 and align > 1:  # coupled so that no number of them leaves a multiple, or too few
+            align = align // 2 if align % 2 == 0 else 1
+            found = self._leaving(align) if min(size for size, _ in self.sizes) > align else found
+        return found if found[:1] == [0] else [0, *found]
+
     def _leaving(self, align: int) -> list[int]:
         """The numbers of sets without which every maker has a multiple of channels."""
 
@@ -171,7 +179,7 @@ def choose(
     chosen = [each[0] for each in options]
     if any(len(each) > 1 for each in options):
         costs = RemovalCosts(channel_map, [cell.roots for cell in cells])
-        wanted = costs.macs(np.array([ratio(cell) for cell in cells]))
+        wanted = float(costs.macs(np.array([ratio(cell) for cell in cells])))
         chosen = _Rounding(cells, options, costs).reach(wanted)
     roots = frozenset(root for cell, count in zip(cells, chosen, strict=True) for root in cell.roots[:count])
     return Removal(channel_map, roots)
@@ -192,7 +200,7 @@ class _Rounding:
         """Remove more until the MACs are as near to the wanted ones as the options allow."""
         queue = [(-self._gain(cell), cell) for cell in range(len(self.cells)) if len(self.options[cell]) > 1]
         heapq.heapify(queue)
-        left = self.costs.macs(self.shares)
+        left = float(self.costs.macs(self.shares))
         while queue and left > macs:
             _, cell = heapq.heappop(queue)
             gain = self._gain(cell)
@@ -201,7 +209,7 @@ class _Rounding:
                 continue
             before = self.shares.copy()
             self.shares[cell] = self._share(cell, self.steps[cell] + 1)
-            after = self.costs.macs(self.shares)
+            after = float(self.costs.macs(self.shares))
             if macs - after > left - macs:  # it was nearer before
                 self.shares = before
                 continue
@@ -217,4 +225,4 @@ class _Rounding:
         more[cell] = self._share(cell, self.steps[cell] + 1)
         first, last = (self.options[cell][self.steps[cell] + step] for step in (0, 1))
         lost = sum(self.cells[cell].losses[first:last])
-        return (self.costs.work(self.shares) - self.costs.work(more)) / max(lost, _SMALLEST)
+        return float(self.costs.work(self.shares) - self.costs.work(more)) / max(lost, _SMALLEST)
