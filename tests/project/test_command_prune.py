@@ -62,6 +62,34 @@ def test_options_that_exclude_each_other(capsys):
     assert "give one of them" in capsys.readouterr().err
 
 
+SEARCHED = ["prunednet:net", "--input-shape", "4,3,8,8", "--data", "data.npy", "-o", "out/n", "--search"]
+
+
+def test_search_to_a_budget(folder, capsys):
+    assert main(["prune", *SEARCHED, "--flops", "0.6", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["channels"]["0"] == [16, 8]
+    assert found["ladder"][-1]["share"] == found["macs"][1] / found["macs"][0] <= 0.6
+    assert "prune_ratio: 0.5" in (folder / "out" / "n_prune.cfg").read_text()
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([*SEARCHED], "one budget of flops, latency, params"),
+        ([*SEARCHED, "--flops", "0.5", "--ratio", "0.5"], "--ratio: not with --search"),
+        ([*SEARCHED, "--flops", "0.5", "--sparse"], "--sparse: not with --search"),
+        ([*SEARCHED, "--flops", "0.5", "--reach", "amct"], "leave --reach out"),
+        ([*SEARCHED[:3], "-o", "out/n", "--search", "--flops", "0.5"], "give --data"),
+        ([*SEARCHED[:3], "-o", "out/n", "--latency", "0.5"], "--latency: only with --search"),
+    ],
+)
+def test_options_of_a_search(given, message, capsys):
+    assert main(["prune", *given]) != 0
+    assert message in capsys.readouterr().err
+
+
 MISTAKES = """
 def needs(width): return width
 def nothing(): pass

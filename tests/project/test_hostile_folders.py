@@ -364,6 +364,7 @@ READING_FUNCTIONS = {
     "amct_pytorch.restore_compressed_retrain_model": lambda: restored("both"),
     "amct_pytorch.restore_prune_retrain_model": lambda: restored("pruned"),
     "amct.pytorch.prepare_qat": trained_torch,
+    "amct.pytorch.prune_to": lambda: amct.pytorch.prune_to(prunable_model(), batch(), flops=0.9),
     "amct.pytorch.prune": lambda: amct.pytorch.prune(prunable_model(), batch(), config="prune.cfg"),
     "amct.pytorch.sparsify": lambda: amct.pytorch.sparsify(prunable_model(), batch()),
     "amct.pytorch.restore_pruned": lambda: amct.pytorch.restore_pruned(

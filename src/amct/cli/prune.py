@@ -33,6 +33,16 @@ def prune(  # noqa: PLR0913  the options of a command
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the files go: folder/prefix.")],
     ratio: Annotated[float | None, typer.Option(help="The fraction of channels to remove; 0.3 unless given.")] = None,
     flops: Annotated[float | None, typer.Option(help="Instead: the fraction of operations that may be left.")] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Choose how many channels each layer keeps; needs data and a budget.")
+    ] = False,
+    latency: Annotated[
+        float | None, typer.Option(help="With --search: the fraction of the time in onnxruntime that may be left.")
+    ] = None,
+    params: Annotated[float | None, typer.Option(help="With --search: the fraction of parameters.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="With --search: a file that an interrupted search goes on from.")
+    ] = None,
     align: Annotated[int, typer.Option(help="Each layer keeps a multiple of so many channels.")] = 8,
     reach: Annotated[str, typer.Option(help='"full", or "amct": as far as AMCT prunes.')] = "full",
     config: Annotated[Path | None, typer.Option(help="Instead: a simple config (.cfg) with prune_config.")] = None,
@@ -48,6 +58,8 @@ def prune(  # noqa: PLR0913  the options of a command
     Example: amct prune mynets:resnet --input-shape 1,3,224,224 --ratio 0.3 -o out/resnet
 
     Example: amct prune mynets:resnet --input-shape 8,3,224,224 --data images/ --mean 124,117,104 -o out/resnet
+
+    Example: amct prune mynets:resnet --input-shape 32,3,224,224 --data images/ --search --flops 0.5 -o out/resnet
     """
     from amct.arguments import output_file
     from amct.atomic import check_writable
@@ -60,7 +72,12 @@ def prune(  # noqa: PLR0913  the options of a command
         if data is not None:
             data.check()
         settings = {"ratio": ratio, "flops": flops, "align": align, "reach": reach, "config": config}
-        result = _result(model, input_shape, data, settings, sparse=sparse)
+        budget = {"latency": latency, "params": params, "resume": resume}
+        if search:
+            result = _searched(model, input_shape, data, settings | budget, sparse=sparse)
+        else:
+            _refuse(budget, "only with --search")
+            result = _result(model, input_shape, data, settings, sparse=sparse)
         files = result.save(output)
         if report:
             files = [*files, result.report(page, files=files)]
@@ -84,6 +101,31 @@ def _result(
     return amct.pytorch.prune(model, example, batches=batches, **settings)
 
 
+def _searched(
+    reference: str, input_shape: str, data: DataOptions | None, settings: dict[str, Any], *, sparse: bool
+) -> PrunedModel:
+    import amct.pytorch
+
+    if data is None:
+        raise ArgumentError("--search measures what is lost: give --data")
+    _refuse(
+        {name: settings.pop(name) for name in ("ratio", "config")} | {"sparse": sparse or None}, "not with --search"
+    )
+    if settings.pop("reach") != "full":
+        raise ArgumentError(
+            "--search follows channels as far as it can: leave --reach out; OUTPUT_prune.cfg is for AMCT"
+        )
+    model, example = load_reference(reference), example_input(input_shape)
+    return amct.pytorch.prune_to(model, _batches(data, example), example=example[:1], **settings)
+
+
+def _refuse(given: dict[str, Any], why: str) -> None:
+    """Refuse options that do not go together."""
+    found = next((name for name, value in given.items() if value is not None), None)
+    if found is not None:
+        raise ArgumentError(f"--{found}: {why}")
+
+
 def _batches(data: DataOptions, example: Tensor) -> DataBatches:
     """The data in batches like the example input, unless another size is given."""
     import torch
@@ -104,5 +146,14 @@ def _as_json(result: PrunedModel, files: list[Path]) -> dict[str, Any]:
         "left_as_they_are": {skip.layer: skip.reason for skip in result.skipped},
         "parameters": [result.before.parameters, result.after.parameters],
         "macs": [result.before.macs, result.after.macs],
+        **_ladder(result),
         "files": [str(file) for file in files],
     }
+
+
+def _ladder(result: PrunedModel) -> dict[str, Any]:
+    from amct.pytorch import BudgetedModel
+
+    if not isinstance(result, BudgetedModel):
+        return {}
+    return {"ladder": [{"share": rung.share, "lost": rung.lost, "macs": rung.cost.macs} for rung in result.ladder]}

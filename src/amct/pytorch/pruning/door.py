@@ -267,9 +267,7 @@ def everywhere(traced: Traced) -> PrunePlan | None:
     return None
 
 
-def pruned_model(
-    model: nn.Module, traced: Traced, found: Pruned, settings: str, io: IoOptions | None
-) -> PrunedModel:
+def pruned_model(model: nn.Module, traced: Traced, found: Pruned, settings: str, io: IoOptions | None) -> PrunedModel:
     """The result of pruning a model, in its mode."""
     found.model.train(model.training)
     return PrunedModel(

@@ -148,7 +148,8 @@ class RemovalCosts:
             whole = np.ceil(left / block) * block
             exact = ~varies | (~made & (left < block))
             found = found + self._macs.total(np.where(exact, left, whole))
-        return found / len(BLOCKS)
+        mean: NDArray[np.float64] = found / len(BLOCKS)
+        return mean
 
 
 def _axes(channel_map: ChannelMap, value: Value) -> Iterator[tuple[Axis, int]]:
@@ -195,7 +196,8 @@ class _Products:
 
     def left(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
         """The sizes of all axes without the shares."""
-        return (self._sizes - (self._rows @ shares).T).T
+        found: NDArray[np.float64] = (self._sizes - (self._rows @ shares).T).T
+        return found
 
     def total(self, left: NDArray[np.float64]) -> NDArray[np.float64]:
         """The sum of the products of axes of these sizes."""

@@ -71,9 +71,8 @@ class ChannelCell:
     def removable(self, align: int) -> list[int]:
         """All numbers of sets that may be removed so that a multiple of channels is left; 0 is the first."""
         found = self._leaving(align)
-        while len(found) < 2 and align > 1:  # coupled so that no number of them leaves a multiple, or too few
-            align = align // 2 if align % 2 == 0 else 1
-            found = self._leaving(align) if min(size for size, _ in self.sizes) > align else found
+        if not any(found) and align > 1 and min(size for size, _ in self.sizes) > align:
+            return self.removable(align // 2 if align % 2 == 0 else 1)  # coupled so that no number leaves a multiple
         return found if found[:1] == [0] else [0, *found]
 
     def _leaving(self, align: int) -> list[int]:

@@ -1,9 +1,10 @@
 """Chooses how many channels each cell loses: the least loss for a cost, which is counted exactly.
 
-The loss of a model is taken as the sum of the losses of its cells. Its cost is not such a sum: a layer costs the product
-of the channels that it reads and of those that it makes, which belong to two cells. So cells are not chosen one by one,
-but step by step: of all cells the next one is that which saves most for what is lost, with the cost of the whole model
-counted anew after each step. At the end channels are exchanged between two cells as long as that loses less.
+The loss of a model is taken as the sum of the losses of its cells. Its cost is not such a sum: a layer costs the
+product of the channels that it reads and of those that it makes, which belong to two cells. So cells are not chosen one
+by one, but step by step: of all cells the next one is that which saves most for what is lost, with the cost of the
+whole model counted anew after each step. At the end channels are exchanged between two cells as long as that loses
+less.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ class Allocation:
             for row, (cell, corner) in enumerate(jumps):
                 tried[row, cell] = corner
             found = self._cost_of(tried)
-            lost = [self._curves[cell].losses[corner] - self._curves[cell].losses[steps[cell]] for cell, corner in jumps]
+            lost = [
+                self._curves[cell].losses[corner] - self._curves[cell].losses[steps[cell]] for cell, corner in jumps
+            ]
             best = int(np.argmax((cost - found) / np.maximum(lost, _LEAST)))
             before, steps, cost = steps, tried[best], float(found[best])
             if cost <= limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from amct.calibration.ranks import fingerprint
 from amct.errors import ArgumentTypeError, SearchError
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.inputs import IoOptions, torch_batches
-from amct.pytorch.pruning.amct_chains import find_chains, prunable_layers
+from amct.pytorch.pruning.amct_chains import find_chains
 from amct.pytorch.pruning.budget.config import config_text, ratios_of
 from amct.pytorch.pruning.budget.goal import LATENCY, Budget
 from amct.pytorch.pruning.budget.latency import LatencySearch
@@ -30,7 +31,7 @@ from amct.pytorch.pruning.timing import Stopwatch
 from amct.search.journal import Journal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from amct.pytorch.pruning.budget.allocation import Counts
     from amct.pytorch.pruning.budget.probes import Loss, Sample
     from amct.pytorch.pruning.full_reach import Reached
-    from amct.pytorch.pruning.removal import Cost
 
 RUNGS = 5
 """How many steps the ladder has, at most; the whole model is not one."""
@@ -60,8 +60,8 @@ def prune_to(  # noqa: PLR0913  a front door with its settings
 ) -> BudgetedModel:
     """Prune a model to a budget: find how many channels each layer keeps, so that the least is lost.
 
-    What is lost is measured on some 256 samples without training, with the layers behind removed channels fitted to make
-    up for them. Train the model afterwards.
+    What is lost is measured on some 256 samples without training, with the layers behind removed channels fitted to
+    make up for them. Train the model afterwards.
 
     Args:
         model: Any nn.Module; it is not changed.
@@ -70,8 +70,8 @@ def prune_to(  # noqa: PLR0913  a front door with its settings
         flops: The share of the multiply-accumulate operations that may be left.
         latency: Or the share of the time in onnxruntime that may be left, measured on this machine.
         params: Or the share of the parameters.
-        loss: ``loss(output, batch)`` returns the mean loss over a batch, with a gradient; the batch is that of the data,
-            with its labels. Without it the change of the output counts.
+        loss: ``loss(output, batch)`` returns the mean loss over a batch, with a gradient; the batch is that of the
+            data, with its labels. Without it the change of the output counts.
         align: Each layer keeps a multiple of so many channels, as for ``prune``; 1: any number.
         example: An input with which operations are counted and time is measured; the first sample unless given.
         resume: A file such as ``out/net.search.jsonl``: what is measured is kept there, and a search that was killed
@@ -95,7 +95,9 @@ def prune_to(  # noqa: PLR0913  a front door with its settings
         budget=budget, align=align, loss=loss, resume=None if resume is None else Path(resume), io=io or IoOptions()
     )
     wanted = Wanted(ratio=lambda _: HALF, align=lambda _: align, kept={})
-    literal = cut_chosen(traced, wanted, lambda found: choose(found.channel_map, found.cells, wanted.ratio, wanted.align))[1]
+    literal = cut_chosen(
+        traced, wanted, lambda found: choose(found.channel_map, found.cells, wanted.ratio, wanted.align)
+    )[1]
     search = _Searching(traced, samples, request)
     found, _ = cut_chosen(traced, wanted, search.choice, data, literal)
     plan = everywhere(traced)
@@ -158,52 +160,57 @@ class _Searching:
         options = [cell.removable(request.align) for cell in cells]
         if not any(len(each) > 1 for each in options):
             raise SearchError(
-                f"{type(self._traced.model).__name__}: no channel can be removed with align={request.align}; prune says "
-                "why in skipped"
+                f"{type(self._traced.model).__name__}: no channel can be removed with align={request.align}; "
+                "prune says why in skipped"
             )
         measure = Measure(self._traced, self._samples, request.loss)
         measure.check_depends_on(sorted(reached.moments))
         probes = Probes(self._traced, reached.channel_map, cells, reached.moments, measure, self.journal)
         search = BudgetSearch(probes, options, request.budget.costs(reached.channel_map, cells))
-        counts, time = self._reached(search, probes, Removal(reached.channel_map))
-        self.ladder = self._ladder(search, probes, counts, time)
+        budget = request.budget
+        if budget.kind == LATENCY:
+            watch = LatencySearch(search, probes, Stopwatch(self._traced, request.io))
+            counts = watch.reach(budget.share, search.cost(_nothing(cells)))
+            self.ladder = self._ladder(search, probes, counts, watch.time)
+        else:
+            counts = self._counted(search, Removal(reached.channel_map))
+            whole = search.cost(_nothing(cells))
+            self.ladder = self._ladder(search, probes, counts, lambda counts: search.cost(counts) / whole)
         self.measured = probes.measured
         return probes.removal(counts)
 
-    def _reached(self, search: BudgetSearch, probes: Probes, whole: Removal) -> tuple[Counts, float | None]:
-        """The choice, and its share of the time if that is the budget."""
-        budget, nothing = self._request.budget, tuple(0 for _ in probes.cells)
-        cost = search.cost(nothing)
-        if budget.kind == LATENCY:
-            watch = LatencySearch(search, probes, Stopwatch(self._traced, self._request.io))
-            found, time = watch.reach(budget.share, cost)
-            self._time = watch.time
-            return found.counts, time
-        limit = budget.share * budget.counted(cost_of(whole))
-        least = search.smallest_cost()
-        if least > limit:
+    def _counted(self, search: BudgetSearch, whole: Removal) -> Counts:
+        """The choice for a budget that is counted."""
+        budget = self._request.budget
+        count = budget.counted(cost_of(whole))
+        least = search.smallest_cost() / count
+        if least > budget.share:
             raise SearchError(
-                f"{budget.kind}: expected at least {least / cost:.3f}, got {budget.share:g}: without every channel that "
-                f"can be removed with align={self._request.align}, so much of the {budget.noun} is left"
+                f"{budget.kind}: expected at least {math.ceil(1000 * least) / 1000:g}, got {budget.share:g}: without "
+                f"every channel that can be removed with align={self._request.align}, so much of the {budget.noun} is "
+                "left"
             )
-        return search.corrected(limit).counts, None
+        return search.corrected(budget.share * count).counts
 
+    @staticmethod
     def _ladder(
-        self, search: BudgetSearch, probes: Probes, counts: Counts, time: float | None
+        search: BudgetSearch, probes: Probes, counts: Counts, share: Callable[[Counts], float]
     ) -> tuple[Rung, ...]:
-        whole, last = search.cost(tuple(0 for _ in counts)), search.cost(counts)
+        """The choices between the whole model and the last one that no cheaper one beats."""
+        whole, last = search.cost(_nothing(counts)), search.cost(counts)
         limits = [whole + (last - whole) * number / RUNGS for number in range(1, RUNGS)]
-        choices = [*dict.fromkeys(search.rung(limit) for limit in limits if limit >= search.smallest_cost())]
-        rungs = []
-        for each in (*(choice for choice in choices if search.cost(choice) > last), counts):
+        choices = dict.fromkeys(search.rung(limit) for limit in limits if limit >= search.smallest_cost())
+        found: list[Rung] = []
+        for each in (*(choice for choice in choices if last < search.cost(choice) < whole), counts):
             removal = probes.removal(each)
             makers = removal.channel_map.producers
-            rungs.append(
-                Rung(
-                    share=time if time is not None and each == counts else search.cost(each) / whole,
-                    lost=probes.lost(each),
-                    cost=cost_of(removal),
-                    channels={maker.name: removal.left(maker.outputs, len(maker.outputs)) for maker in makers},
-                )
-            )
-        return tuple(rungs)
+            left = {maker.name: removal.left(maker.outputs, len(maker.outputs)) for maker in makers}
+            rung = Rung(share=share(each), lost=probes.lost(each), cost=cost_of(removal), channels=left)
+            found = [other for other in found if other.share > rung.share and other.lost < rung.lost]
+            found.append(rung)
+        return tuple(found)
+
+
+def _nothing(cells: Sequence[object]) -> Counts:
+    """The choice of the whole model."""
+    return (0,) * len(cells)

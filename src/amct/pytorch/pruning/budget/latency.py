@@ -15,7 +15,7 @@ from amct.errors import SearchError
 if TYPE_CHECKING:
     from amct.pytorch.pruning.budget.allocation import Counts
     from amct.pytorch.pruning.budget.probes import Probes
-    from amct.pytorch.pruning.budget.search import BudgetSearch, Found
+    from amct.pytorch.pruning.budget.search import BudgetSearch
     from amct.pytorch.pruning.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -39,14 +39,17 @@ class LatencySearch:
 
     def __init__(self, search: BudgetSearch, probes: Probes, stopwatch: Stopwatch) -> None:
         self._search, self._probes, self._stopwatch = search, probes, stopwatch
+        self._times: dict[Counts, float] = {}
 
     def time(self, counts: Counts) -> float:
-        """The time of a choice as a share of the whole model's."""
-        whole, pruned = self._stopwatch.seconds(self._probes.model(counts))
-        return pruned / whole
+        """The time of a choice as a share of the whole model's; measured once."""
+        if counts not in self._times:
+            whole, pruned = self._stopwatch.seconds(self._probes.model(counts))
+            self._times[counts] = pruned / whole
+        return self._times[counts]
 
-    def reach(self, share: float, work: float) -> tuple[Found, float]:
-        """The choice that takes at most a share of the time, and no more than a little less, with that time.
+    def reach(self, share: float, work: float) -> Counts:
+        """The choice that takes at most a share of the time, and hardly less.
 
         Args:
             share: Of the whole model's time.
@@ -71,11 +74,8 @@ class LatencySearch:
                 break
         if fast[0] == 0.0:
             raise SearchError(f"latency: {share:g} was not reached in {TRIES} tries; the fastest took {slow[1]:.3f}")
-        better = self._search.corrected(fast[0] * work)
-        time = self.time(better.counts)
-        if time <= share:
-            return better, time
-        return self._search.found(self._search.rung(fast[0] * work)), fast[1]
+        better = self._search.corrected(fast[0] * work).counts
+        return better if self.time(better) <= share else self._search.rung(fast[0] * work)
 
 
 def _between(slow: tuple[float, float], fast: tuple[float, float], wanted: float) -> float:

@@ -113,16 +113,8 @@ class Measure:
         return self._mean(outputs) - self._whole if self._loss is not None else self._change(outputs)
 
     def _run(self, model: nn.Module) -> list[Any]:
-        found = []
         with _own_statistics(model, batches=self._normalizes), torch.no_grad():
-            for sample in self._samples:
-                try:
-                    found.append(model(*sample.args, **sample.kwargs))
-                except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-                    raise ModelArgumentError(
-                        f"batches: {type(model).__name__} fails on one of them: {error}. Give inputs such as the first"
-                    ) from error
-        return found
+            return [_output(model, sample) for sample in self._samples]
 
     def _mean(self, outputs: Sequence[Any]) -> float:
         total = 0.0
@@ -166,6 +158,15 @@ class Measure:
                     f'loss: it does not depend on layer "{name}" (its gradient is zero), so the search cannot know '
                     "what the layer is good for; add what it computes to the loss, or leave loss out"
                 )
+
+
+def _output(model: nn.Module, sample: Sample) -> Any:  # noqa: ANN401  the model's own
+    try:
+        return model(*sample.args, **sample.kwargs)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelArgumentError(
+            f"batches: {type(model).__name__} fails on one of them: {error}. Give inputs such as the first"
+        ) from error
 
 
 def _called(loss: Loss | None, output: object, sample: Sample) -> object:
@@ -213,7 +214,7 @@ class Probes:
         journal: What was measured before.
     """
 
-    def __init__(  # noqa: PLR0913  what a cut model is made of
+    def __init__(
         self,
         traced: Traced,
         channel_map: ChannelMap,

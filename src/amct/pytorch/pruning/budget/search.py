@@ -1,8 +1,8 @@
 """The search: what each cell loses with its channels, the ladder down to the budget, and measured corrections.
 
 Each cell alone is measured with a few numbers of channels removed; that gives its curve. The curves are those of an
-otherwise whole model. Where much is removed at once, a cell matters more or less than alone. So the choice at the end of
-the ladder is measured itself, with each cell a little larger and a little smaller; the curves through these three
+otherwise whole model. Where much is removed at once, a cell matters more or less than alone. So the choice at the end
+of the ladder is measured itself, with each cell a little larger and a little smaller; the curves through these three
 places give the next choice, and so on as long as that loses less.
 """
 
@@ -70,7 +70,9 @@ class BudgetSearch:
         curves = []
         with log.bar("Measuring layers", len(self._options)) as advance:
             for cell, options in enumerate(self._options):
-                places = sorted({0, *(_nearest(options, len(self._probes.cells[cell].roots) * share) for share in PLACES)})
+                places = sorted(
+                    {0, *(_nearest(options, len(self._probes.cells[cell].roots) * share) for share in PLACES)}
+                )
                 losses = [self._probes.lost(self._with(cell, place)) for place in places]
                 curves.append(Curve.through(options, *_finite(places, losses)))
                 advance(1)
