@@ -20,12 +20,16 @@ import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from fuzz_mutations import mutate
 from fuzz_readers import Reader, all_readers
 
 from amct.errors import AmctError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HANG_CPU_SECONDS = 5.0
 HANG_WALL_SECONDS = 60.0
@@ -50,9 +54,18 @@ class Fuzzer:
         reader = self.readers[name]
         return name, mutate(rng.choice(reader.files), reader.structure, rng)
 
+    def warm(self) -> None:
+        """Read a sound file with every reader, so that what is imported on first use is there for every child."""
+        for name, reader in self.readers.items():
+            outcome = self._read(name, reader.files[0])
+            if outcome not in ("result", "error"):
+                raise SystemExit(f"{name} cannot read a sound file: {outcome}")
+
     def read(self, number: int) -> str:
         """Read one input in this process: "result", "error", or what went wrong."""
-        name, content = self.damaged(number)
+        return self._read(*self.damaged(number))
+
+    def _read(self, name: str, content: bytes) -> str:
         folder = self.place / "input"
         folder.mkdir()
         try:
@@ -69,7 +82,7 @@ class Fuzzer:
             shutil.rmtree(folder, ignore_errors=True)
         return "result"
 
-    def chunk(self, numbers: list[int]) -> list[tuple[int, str]]:
+    def chunk(self, numbers: Sequence[int]) -> list[tuple[int, str]]:
         """Read some inputs in child processes, a new one after each that did not survive."""
         found: list[tuple[int, str]] = []
         while len(found) < len(numbers):
@@ -77,7 +90,7 @@ class Fuzzer:
             shutil.rmtree(self.place / "input", ignore_errors=True)
         return found
 
-    def _child(self, numbers: list[int]) -> list[tuple[int, str]]:
+    def _child(self, numbers: Sequence[int]) -> list[tuple[int, str]]:
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -96,7 +109,7 @@ class Fuzzer:
             found.append((numbers[len(found)], f"crash: signal {os.WTERMSIG(status)}"))
         return found
 
-    def _work(self, numbers: list[int], writing: int) -> None:
+    def _work(self, numbers: Sequence[int], writing: int) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
@@ -126,7 +139,7 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def fuzz(fuzzer: Fuzzer, numbers: list[int], keep: Path | None) -> tuple[Counter[tuple[str, str]], int]:
+def fuzz(fuzzer: Fuzzer, numbers: Sequence[int], keep: Path | None) -> tuple[Counter[tuple[str, str]], int]:
     """Read all inputs: how often each reader ended how, and how many inputs did not end well."""
     counts: Counter[tuple[str, str]] = Counter()
     failures = 0
@@ -151,6 +164,7 @@ def main() -> int:
     """Print the outcomes by reader; the exit code is 1 if an input did not end well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first one, to go on from there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="one input, in this process, with its traceback")
     parser.add_argument("--reader", help="only this reader")
@@ -167,9 +181,11 @@ def main() -> int:
         if options.only is not None:
             name, content = fuzzer.damaged(options.only)
             (place / "input").mkdir()
+            os.chdir(place / "input")
             sys.stdout.write(f"{name}: {fuzzer.readers[name].read(content, place / 'input')}\n")
             return 0
-        counts, failures = fuzz(fuzzer, list(range(options.inputs)), keep)
+        fuzzer.warm()
+        counts, failures = fuzz(fuzzer, range(options.first, options.first + options.inputs), keep)
     for name in readers:
         outcomes = ", ".join(f"{count} {kind}" for (each, kind), count in sorted(counts.items()) if each == name)
         sys.stdout.write(f"{name:22} {outcomes}\n")

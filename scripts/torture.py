@@ -8,10 +8,12 @@ torn       a file is neither that of the one nor of the other model             
 mixed      the files are a mixture, and our readers accept them                          ── a defect
 broken     the next run fails, or leaves other files than it should                      ── a defect
 
-A third of the kills come at any moment of the job, a third while files are being written, a third while they get their
-names. Every third job has a second writer of the other model beside it.
+A third of the kills come at any moment of the job, by its CPU time, a third while files are being written, a third
+while they get their names: right before one of these steps, or a moment after. The kernel or the job itself ends it, so
+that other work on the machine changes nothing and nobody has to watch. Every third job has a second writer of the other
+model beside it.
 
-Usage: ``python scripts/torture.py --kills 1000 --seed 7``.
+Usage: ``python scripts/torture.py --kills 1000 --seed 7``; kills 1000 to 1999 are those of ``--first 1000``.
 """
 
 from __future__ import annotations
@@ -71,22 +73,23 @@ retrain_data_quant_config { ulq_quantize { } }
 retrain_weight_quant_config { arq_retrain { channel_wise: false } }
 """
 PREFIX = "net"
-AIMS = {"any moment": "", "writing": ".amct-", "renaming": ".journal"}
-"""What a kill waits for: nothing, or the first hidden file with this in its name."""
+STEPS = {"open": "writing", "os.rename": "renaming", "os.remove": "renaming"}
+"""The audit events of a save, and what it does there to its hidden files."""
+AIMS = ("any moment", "writing", "renaming")
+HIDDEN = ".amct-"
+PLANNED = (signal.SIGKILL, signal.SIGPROF, signal.SIGALRM)
+"""What ends a job that is to be killed: itself, the kernel after so much CPU time, or after a moment."""
 STATES = ("old", "new", "noticed", "torn", "mixed", "broken")
 DEFECTS = STATES[3:]
 SECOND_WRITER_EVERY = 3
 NEXT_RUN_EVERY = 4
-POLL_SECONDS = 0.0001
-RENAMING_SECONDS = 0.004
-"""Files of a group get their names within about this time."""
-GROUPS = {"pytorch_functions": 3, "caffe_functions": 3, "caffe_retraining": 4}
-"""How many groups of files a flow writes one after the other, if several."""
+A_MOMENT = 0.002
+"""A step of a save, and what comes between two of them, takes about so many seconds."""
 SHARED_RECORD = (
     "pytorch_functions", "pytorch_retraining", "compression_functions", "caffe_functions", "caffe_retraining",
 )  # fmt: skip
 """Flows whose steps meet in a record file that the script names: two of them at once need two record files."""
-LONGEST_JOB_SECONDS = 120.0
+LONGEST_JOB_SECONDS = 600.0
 SHOWN_EVERY = 100
 
 
@@ -312,7 +315,7 @@ def wait(pid: int, seconds: float = LONGEST_JOB_SECONDS) -> int | None:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             return status
-        time.sleep(0.001)
+        time.sleep(0.005)
     return None
 
 
@@ -320,6 +323,39 @@ def kill(pid: int) -> None:
     """Kill a child and collect it."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+
+
+def is_killed_or_well(status: int | None) -> bool:
+    """Whether a child ended by itself without a failure, or was killed as planned."""
+    return status is not None and (status == 0 or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in PLANNED))
+
+
+def watch_steps(notice: Callable[[str, int], None]) -> None:
+    """Have every step of this process's saves noticed: what it does, and how many of that kind there were with it."""
+    counts: Counter[str] = Counter()
+
+    def heard(event: str, args: tuple[object, ...]) -> None:
+        step = STEPS.get(event)
+        if step is not None and isinstance(args[0], (str, os.PathLike)) and HIDDEN in os.fspath(args[0]):
+            counts[step] += 1
+            notice(step, counts[step])
+
+    sys.addaudithook(heard)
+
+
+def end_after(seconds: float) -> None:
+    """Have the kernel end this process, which cannot do anything about it."""
+    if seconds < 1e-6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def measure(action: Callable[[], None], target: Path) -> None:
+    """Run an action and write down its CPU time and how many steps of each kind its saves have."""
+    steps: dict[str, int] = {}
+    watch_steps(steps.__setitem__)
+    action()
+    target.write_text(json.dumps([time.process_time(), steps]))
 
 
 def complete(action: Callable[[], None]) -> bool:
@@ -355,8 +391,8 @@ def contents(folder: Path) -> dict[str, str]:
 class Victim:
     """One flow with its output folder, the expected files of both models, and the time the job takes."""
 
-    def __init__(self, name: str, models: list[Model], folder: Path, rng: random.Random) -> None:
-        self.name, self.models, self.rng = name, models, rng
+    def __init__(self, name: str, models: list[Model], folder: Path) -> None:
+        self.name, self.models = name, models
         self.out = folder / name
         self.out.mkdir()
         self.expected = []
@@ -364,13 +400,10 @@ class Victim:
             with contextlib.redirect_stdout(io.StringIO()):
                 self.job(model)()  # in this process: its caches then serve every child
             self.expected.append(contents(self.out))
-        begun = time.monotonic()
-        pid = start(self.job(models[-1]))
-        writing = self._wait_for("writing", pid, begun)
-        if wait(pid) != 0:
+        measured = folder / f"{name}.json"
+        if not complete(lambda: measure(self.job(models[-1]), measured)):
             raise SystemExit(f"{name}: the flow fails without any kill")
-        whole = time.monotonic() - begun
-        self.seconds = {"any moment": whole, "writing": max(whole - writing, 0.01), "renaming": RENAMING_SECONDS}
+        self.seconds, self.steps = json.loads(measured.read_text())
 
     def job(self, model: Model) -> Callable[[], None]:
         """The whole flow for one model, as a process does it."""
@@ -382,19 +415,29 @@ class Victim:
 
         return run
 
-    def round(self, number: int) -> str:
+    def _end(self, rng: random.Random) -> Callable[[], None]:
+        """What a job does at first, to be killed at a random moment."""
+        aim = rng.choice(AIMS)
+        moment, later = rng.random(), rng.random() * rng.randrange(2)
+        if not self.steps.get(aim):
+            return lambda: signal.setitimer(signal.ITIMER_PROF, max(moment * self.seconds, 1e-4)) and None
+        last = int(moment * self.steps[aim]) + 1
+
+        def end_at(step: str, count: int) -> None:
+            if (step, count) == (aim, last):
+                end_after(later * A_MOMENT)
+
+        return lambda: watch_steps(end_at)
+
+    def round(self, number: int, rng: random.Random) -> str:
         """Kill a job that replaces the files of the one model by those of the other: the state of the files."""
         before = contents(self.out)
         model, other = self.models if before == self.expected[1] else self.models[::-1]
-        begun = time.monotonic()
-        pids = [start(self.job(model))]
+        end = self._end(rng)
+        pids = [start(lambda: (end(), self.job(model)()))]
         if number % SECOND_WRITER_EVERY == 0 and self.name not in SHARED_RECORD:
             pids.append(start(self.job(other)))
-        aim = self.rng.choice(list(AIMS))
-        self._wait_for(aim, pids[0], begun, self.rng.randint(1, GROUPS.get(self.name, 1)))
-        time.sleep(self.rng.random() * self.seconds[aim])
-        kill(pids[0])
-        failed = any(wait(pid) != 0 for pid in pids[1:])
+        failed = not all(map(is_killed_or_well, list(map(wait, pids))))
         state = self.state(before)
         if failed:
             return "broken"
@@ -429,30 +472,20 @@ class Victim:
         left = [path.name for path in self.out.iterdir() if path.name.startswith(".amct")]
         return not left and contents(self.out) == self.expected[self.models.index(model)]
 
-    def _wait_for(self, aim: str, pid: int, begun: float, count: int = 1) -> float:
-        """Wait until a job has written hidden files of a kind, or has ended: the seconds since its start."""
-        seen: set[str] = set()
-        while AIMS[aim] and time.monotonic() - begun < LONGEST_JOB_SECONDS:
-            seen.update(entry.name for entry in os.scandir(self.out) if AIMS[aim] in entry.name)
-            if len(seen) >= count or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                break
-            time.sleep(POLL_SECONDS)
-        return time.monotonic() - begun
 
-
-def torture(kills: int, seed: int, names: list[str]) -> Counter[tuple[str, str]]:
+def torture(numbers: range, seed: int, names: list[str]) -> Counter[tuple[str, str]]:
     """Kill jobs of all flows in turn: how often each flow ended in each state."""
-    rng = random.Random(seed)
     states: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         models = [Model(place, generation) for generation in (1, 2)]
-        victims = [Victim(name, models, place, rng) for name in names]
-        for number in range(kills):
+        victims = [Victim(name, models, place) for name in names]
+        for done, number in enumerate(numbers, 1):
             victim = victims[number % len(victims)]
-            states[victim.name, victim.round(number // len(victims))] += 1
-            if (number + 1) % SHOWN_EVERY == 0:
-                sys.stderr.write(f"{number + 1} of {kills} kills\n")
+            state = victim.round(number // len(victims), random.Random(f"{seed} {number}"))
+            states[victim.name, state] += 1
+            if state in DEFECTS or done % SHOWN_EVERY == 0:
+                sys.stderr.write(f"kill {number}, {victim.name}: {state}; {done} of {len(numbers)} kills\n")
     return states
 
 
@@ -461,10 +494,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first one")
     parser.add_argument("--flows", default=",".join(FLOWS), help="comma-separated names")
     options = parser.parse_args()
     os.environ["AMCT_LOG_LEVEL"] = "error"
-    states = torture(options.kills, options.seed, options.flows.split(","))
+    states = torture(range(options.first, options.first + options.kills), options.seed, options.flows.split(","))
     for (flow, state), count in sorted(states.items()):
         sys.stdout.write(f"{flow:22} {state:10} {count}\n")
     totals = {name: sum(count for (_, state), count in states.items() if state == name) for name in STATES}

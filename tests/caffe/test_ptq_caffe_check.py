@@ -98,7 +98,7 @@ def test_a_written_pair_that_is_the_simulation_runs_instead_of_it(flow, monkeypa
         return plain(model, *options)
 
     built, plain = [], CaffeModel.build
-    # Of two batches of two both are run: three samples are wanted.
+    # Of two batches of two both are run: five samples are wanted.
     quantized = quantize(flow.model, flow.weights, [batch(flow.original(), seed) for seed in range(2)])
     monkeypatch.setattr(CaffeModel, "build", build)
     instead = numbers()

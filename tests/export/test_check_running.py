@@ -11,10 +11,19 @@ import numpy as np
 import pytest
 from export_nets import calibrate, residual, run
 from onnx import ModelProto, TensorProto, helper, numpy_helper
+from scipy.stats import t as student
 
 from amct.errors import ModelError
 from amct.export.check import running
-from amct.export.check.losses import likely_loss, output_similarity, say_slow, sure_loss
+from amct.export.check.losses import (
+    LIKELY,
+    SURE,
+    _student_quantile,
+    likely_loss,
+    output_similarity,
+    say_slow,
+    sure_loss,
+)
 from amct.export.check.running import LoadedModel, Speed, median_seconds
 from amct.export.onnx import runtime
 from amct.export.qdq.exporter import qdq_model
@@ -224,8 +233,29 @@ def test_a_likely_loss_covers_the_spread_of_repeated_measurements():
         noise = [sum(float((each["y"] ** 2).sum()) for each in outputs) for outputs in (got, simulated)]
         losses.append(10 * math.log10(noise[0] / noise[1]))
         margins.append(likely_loss(expected, simulated, got, "y") - losses[-1])
-    # Of two margins the larger counts, so that it is a little more than two standard errors.
-    assert 1.85 * np.std(losses) < np.mean(margins) < 2.5 * np.std(losses)
+    # Student's quantile of eight samples is 2.36; of two margins the larger counts, so that it is a little more.
+    assert 2.2 * np.std(losses) < np.mean(margins) < 2.9 * np.std(losses)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5, 8, 16])
+def test_a_likely_loss_is_exceeded_by_few_losses_on_other_data_however_few_samples_there_are(samples):
+    """The losses of samples are drawn from a normal distribution, of which the mean is the loss on all other data."""
+    random = np.random.default_rng(samples)
+    zero = [{"y": np.zeros((1, 1), np.float32)}] * samples
+    one = [{"y": np.ones((1, 1), np.float32)}] * samples
+    exceeded = 0
+    for _ in range(600):
+        files = [{"y": np.full((1, 1), 10 ** (loss / 20), np.float32)} for loss in random.normal(1.0, 0.4, samples)]
+        exceeded += likely_loss(zero, one, files, "y") < 1.0
+    # 2.5 % of 600 are 15; of a binomial count, 30 is four deviations away. Of two bounds the larger counts.
+    assert exceeded <= 30
+
+
+def test_quantiles_of_few_samples_are_those_of_students_distribution():
+    for freedom in (*range(1, 20), 50, 199, 200, 1000):
+        for share in (0.6, LIKELY, SURE):
+            expected = student.ppf(share, freedom)
+            assert _student_quantile(share, freedom) == pytest.approx(expected, rel=1e-9 if freedom <= 200 else 2e-3)
 
 
 def test_a_loss_of_most_samples_is_likely_although_one_sample_hides_it():

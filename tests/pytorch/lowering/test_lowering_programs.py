@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 from hypothesis import given, settings
-from lowering_check import captured, check, lowered, operators
+from lowering_check import Wrapped, captured, check, lowered, operators
 from pytorch_nets import case
 from torch import nn
 from torch.nn import functional
@@ -91,6 +91,14 @@ def test_a_program_with_an_unknown_operator_is_exported_by_torch(caplog):
         expected = model(x).numpy()
     apart = np.abs(found - expected)
     assert np.minimum(apart, 1 - apart).max() <= 64 * np.finfo(np.float32).eps  # 0.9999 and 0 are neighbours
+
+
+def test_torchs_exporter_leaves_an_axis_alone_that_squeeze_cannot_remove():
+    """In ONNX, to squeeze an axis of size 3 is an error; one of size 1 is removed as ever."""
+    model, x = Wrapped(lambda x: x.frac().squeeze(1).squeeze(0).squeeze((-1, 1))).eval(), torch.randn(1, 3, 5, 1)
+    traced = trace(model, x)
+    (found,) = outputs(float_onnx(traced, fuse(traced)).model, [x])
+    np.testing.assert_array_equal(found, x.frac()[0, :, :, 0].numpy())
 
 
 UNKNOWN = {

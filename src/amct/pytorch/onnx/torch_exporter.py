@@ -24,7 +24,7 @@ from amct.pytorch.onnx.lowering.program import LARGEST_CONSTANT
 from amct.pytorch.user_model import as_array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from onnx import ModelProto
     from torch import fx
@@ -289,9 +289,10 @@ _Value = Any  # of the exporter's graph, or None
 
 
 def _translations() -> Mapping[Any, Callable[..., Any]]:
-    """The torch.onnx translation table for the operations of ``amct.pytorch.capture.program``.
+    """The torch.onnx translation table for the operations of ``amct.pytorch.capture.program``, and what it gets wrong.
 
-    The weights are placeholders: ``layers.py`` replaces them later.
+    The weights are placeholders: ``layers.py`` replaces them later. In torch, ``squeeze`` leaves an axis of another
+    size than 1 alone; in ONNX it is an error.
     """
     from onnxscript import opset18
 
@@ -321,4 +322,20 @@ def _translations() -> Mapping[Any, Callable[..., Any]]:
         output, last_h = operators.GRU(x, weight_ih, weight_hh, None, None, h, linear_before_reset=1)
         return operators.Squeeze(output, [1]), last_h
 
-    return {torch.ops.amct.lstm.default: lstm, torch.ops.amct.gru.default: gru}
+    def squeeze(x: _Value, dim: int | Sequence[int]) -> _Value:
+        axes = [axis for axis in ([dim] if isinstance(dim, int) else dim) if not _is_longer(x.shape, axis)]
+        return operators.Squeeze(x, axes) if axes else operators.Identity(x)
+
+    return {
+        torch.ops.amct.lstm.default: lstm,
+        torch.ops.amct.gru.default: gru,
+        torch.ops.aten.squeeze.dim: squeeze,
+        torch.ops.aten.squeeze.dims: squeeze,
+    }
+
+
+def _is_longer(shape: Sequence[Any] | None, axis: int) -> bool:
+    """Whether an axis certainly has another size than 1; a number has no axes, and may be squeezed."""
+    if shape is None:
+        return False
+    return not len(shape) or (isinstance(shape[axis], int) and shape[axis] != 1)
