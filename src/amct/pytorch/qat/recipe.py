@@ -41,7 +41,7 @@ FEW_BITS = 8
 _STEPS_FEW_BITS, _STEPS = 300, 100
 _TRIALS, _TRIED_STEPS = 6, 4
 _SLACK, _ROUNDING = 1.1, 1e-6
-_SMALL_CHANGE = 0.002
+_SMALL_CHANGE = 0.01
 _SURE = 3
 """Standard errors."""
 _UNKNOWN = "other parameters"
@@ -398,7 +398,7 @@ class _Progress:
             self._say(f"the loss rose from {first.mean():.4g} to {last.mean():.4g} in epoch {self._epochs}", recipe)
 
     def add_metric(self, metric: float, recipe: Recipe, sign: int) -> bool:
-        """Compare with the start, and with the best so far; a change of less than 0.2 % is none."""
+        """Compare with the start, and with the best so far; a change of less than 1 % is none."""
         seen = self._metrics
         seen.append(metric)
         gains = [sign * (each - seen[0]) for each in seen]
