@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import amct.pytorch as amct
 from amct.errors import AmctError, ArgumentError, ArgumentTypeError, ConfigError, TrainingError
+from amct.model.quant_json import read_quant_json
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.settings import IfmrSettings
 from amct.pytorch.capture import trace as tracing
@@ -33,6 +34,17 @@ def test_clips_start_from_all_the_batches():
         observer.observe(batch)
     found = observer.result()
     assert model.c1.input_quantizer.clips == (found.clip_min.item(), found.clip_max.item())
+
+
+def test_how_much_was_calibrated_with_is_told(tmp_path, caplog):
+    caplog.set_level("INFO", logger="amct")
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images(0, 12)), 4)
+    for data, told in ((loader, "12 of 12 samples"), ((images(seed) for seed in range(2)), "2 batches")):
+        model = amct.prepare_qat(net(), data).eval()
+        assert f"calibrated on {told}" in caplog.messages
+        assert f"calibrated on {told}" in model.summary().splitlines()
+    model.save(tmp_path / "net", formats=["fake_quant"])
+    assert read_quant_json(tmp_path / "net_quant.json").calibration.used == 2
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -114,7 +114,9 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     with_state(trainable, all_layers=True, any_batch=bool(traced.names.axes))
     put_sparse(trainable, masks)
     start_weights(trainable)
-    start = start_activations(trainable, calibration)
+    start, count = start_activations(trainable, calibration)
+    used = calibration.used(count)
+    logger.info("calibrated on %s%s", used, used.preparation and f": {used.preparation}")
     if target != Target.EXACT8.value:
         start |= train_placement(trainable, trainable.preparation(example, options), calibration)
     teachers = () if teacher is None else (copy_model(unwrap(teacher)).requires_grad_(requires_grad=False),)
@@ -129,6 +131,7 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
         io=options,
         example=kept,
         start=start,
+        calibration=used,
         teacher=teachers,
         target=target,
         freeze_norms=freeze_norms,
@@ -323,11 +326,11 @@ def start_weights(model: nn.Module) -> None:
             quantizer.restart(part.tensor, found.scale)
 
 
-def start_activations(model: nn.Module, batches: Iterable[Arguments]) -> dict[str, tuple[float, float]]:
+def start_activations(model: nn.Module, batches: Iterable[Arguments]) -> tuple[dict[str, tuple[float, float]], int]:
     """Determine the clips that the config does not give from the inputs of each layer in eval mode.
 
     Returns:
-        The clips of every layer.
+        The clips of every layer, and the number of batches.
 
     Raises:
         CalibrationError: A layer is reached by no batch, or its input is not finite; the message names it.
@@ -340,7 +343,8 @@ def start_activations(model: nn.Module, batches: Iterable[Arguments]) -> dict[st
     handles = [handle for name, layer in layers.items() for handle in observe_inputs(session, name, layer)]
     try:
         with closing(session), torch.no_grad():
-            for args, kwargs in batches:
+            count = 0
+            for count, (args, kwargs) in enumerate(batches, 1):  # noqa: B007  needed behind the loop
                 with session.batch():
                     model(*args, **kwargs)
             session.finish()
@@ -354,7 +358,7 @@ def start_activations(model: nn.Module, batches: Iterable[Arguments]) -> dict[st
         for stream, quantizer in _quantizers(layer):
             if not quantizer.is_ready:
                 quantizer.set_clips(found[stream].clip_min, found[stream].clip_max)
-    return {name: layer.activation.clips for name, layer in layers.items()}
+    return {name: layer.activation.clips for name, layer in layers.items()}, count
 
 
 def _quantizers(layer: QuantizedLayer) -> Iterator[tuple[str, ActivationQuantizer]]:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from amct.config.plan import RetrainPlan
     from amct.model import Skip
+    from amct.model.calibration_data import CalibrationData
     from amct.pipeline.batches import BatchInputs
     from amct.pipeline.door import ModelOutput
     from amct.pytorch.capture.cached_trace import KnownTrace
@@ -76,6 +77,7 @@ class QatState:
         example: Arguments of one forward, from the data it was prepared with.
         seen: Arguments of the first forward in eval mode after training.
         start: By layer: the clips before training.
+        calibration: The data that they come from.
         teacher: The float model to learn from, inside a tuple.
         teaches_itself: Whether the teacher is the model that was handed in.
         temperature: How much the teacher's probabilities are softened.
@@ -95,6 +97,7 @@ class QatState:
     example: Arguments | None = None
     seen: Arguments | None = None
     start: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    calibration: CalibrationData | None = None
     teacher: tuple[nn.Module, ...] = ()
     teaches_itself: bool = False
     temperature: float = 4.0
@@ -186,7 +189,8 @@ class QatModel(nn.Module):
             raise ArgumentError("data: a batch is needed to trace the model; give data, or run the model in eval mode")
         preparation = self.preparation(example, state.io)
         tensors = tensors_between_layers(self, preparation, [example] if batches is None else batches)
-        return QuantizedModel(preparation, trained_layers(preparation, self, tensors), tensors, [example])
+        layers = trained_layers(preparation, self, tensors)
+        return QuantizedModel(preparation, layers, tensors, [example], calibration=state.calibration)
 
     def preparation(self, example: Arguments, io: IoOptions) -> TorchPreparation:
         """The folded model with the trained integers, as exports read it.
