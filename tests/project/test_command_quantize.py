@@ -229,6 +229,30 @@ def test_target_opset_and_the_mode_of_adaround_are_passed_on(folder, monkeypatch
     assert [onnx.TensorProto.INT8 in found for found in kinds] == [False, True]
 
 
+def test_reconstruction_is_asked_for_and_refused_where_it_cannot_be(folder, monkeypatch, capsys):
+    import amct.pytorch
+
+    given, quantize = [], amct.pytorch.quantize
+
+    def noticed(*arguments, reconstruct, reconstruct_seconds, **options):
+        given.append((reconstruct, reconstruct_seconds))
+        return quantize(*arguments, **options)
+
+    monkeypatch.setattr(amct.pytorch, "quantize", noticed)
+    monkeypatch.syspath_prepend(folder)
+    begin = ["quantize", "my_nets_of_quantize_test:build", "--data", "data.npy", "-o", "out/net", "--no-check"]
+    assert main([*begin, "--reconstruct", "blocks", "--reconstruct-seconds", "3"]) == 0
+    assert given == [("blocks", 3.0)]
+    for options, expected in (
+        (["--reconstruct", "layers"], "--reconstruct: expected blocks"),
+        (["--reconstruct-seconds", "3"], "add --reconstruct blocks"),
+        (["--reconstruct", "blocks", "--reconstruct-seconds", "0"], "expected a positive number"),
+        (["--reconstruct", "blocks", "--max-drop", "1"], "--reconstruct is for PyTorch models without a goal"),
+    ):
+        assert main([*begin, *options]) != 0
+        assert expected in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_help_has_the_options_of_a_save_with_their_defaults(capsys):
     assert main(["quantize", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())

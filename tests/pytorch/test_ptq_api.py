@@ -248,8 +248,8 @@ def test_bits_of_adaround_can_be_chosen_in_a_config_object(model):
         (amct.QuantConfig(skip_layers=("cc",)), r'"cc".*Did you mean "c"'),
         (amct.QuantConfig(skip_layer_types=("Conv2d", "Linear")), "switch off every layer"),
         (
-            amct.QuantConfig(common=amct.LayerConfig(activations=amct.IfmrSettings(num_bits=4))),
-            "8 or 16 bits here, got 4",
+            amct.QuantConfig(common=amct.LayerConfig(activations=amct.IfmrSettings(num_bits=6))),
+            "4 or 8 or 16 bits here, got 6",
         ),
         (amct.QuantConfig(layers={"fc": amct.LayerConfig(migration_strength=3.0)}), "at least 0.2 and at most 0.8"),
         (amct.QuantConfig(batch_num=0), "batch_num must be at least 1"),

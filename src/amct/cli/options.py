@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from itertools import islice
 from pathlib import Path
@@ -292,3 +292,58 @@ def _numbers(option: str, text: str, expected: str) -> tuple[float, ...]:
         return tuple(float(word) for word in text.split(","))
     except ValueError:
         raise ArgumentError(f'{option}: expected {expected}, got "{text}"') from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learning:
+    """The options, by the names that ``amct.pytorch.quantize`` has for them."""
+
+    adaround: Annotated[
+        str,
+        typer.Option(
+            help='How AdaRound learns where the config of a PyTorch model has it: "plain" as AMCT does, or "fast".'
+        ),
+    ] = "plain"
+    reconstruct: Annotated[
+        str | None,
+        typer.Option(
+            help='"blocks": let each block of a PyTorch model learn to compute what it does in float; for 4 bits.'
+        ),
+    ] = None
+    reconstruct_seconds: Annotated[
+        float | None, typer.Option("--reconstruct-seconds", help="About how long that may take.")
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What is handed on."""
+        return asdict(self)
+
+    def check(self, *, has_modes: bool) -> None:
+        """Check the options.
+
+        Args:
+            has_modes: Whether the model can learn: a PyTorch model without a goal.
+
+        Raises:
+            ArgumentError: One cannot be used.
+        """
+        if self.adaround not in ("plain", "fast"):
+            raise ArgumentError(f"--adaround: expected plain or fast, got {self.adaround!r}")
+        if self.reconstruct not in (None, "blocks"):
+            raise ArgumentError(f"--reconstruct: expected blocks, got {self.reconstruct!r}")
+        if self.reconstruct_seconds is not None and not 0 < self.reconstruct_seconds < float("inf"):
+            raise ArgumentError(f"--reconstruct-seconds: expected a positive number, got {self.reconstruct_seconds:g}")
+        if self.reconstruct_seconds is not None and self.reconstruct is None:
+            raise ArgumentError(
+                "--reconstruct-seconds: nothing is reconstructed; add --reconstruct blocks, or leave it out"
+            )
+        if has_modes:
+            return
+        for option, given in (("--adaround fast", self.adaround == "fast"), ("--reconstruct", self.reconstruct)):
+            if given:
+                raise ArgumentError(f"{option} is for PyTorch models without a goal; leave it out")
+
+
+def takes_learning(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command: its parameter ``learning`` is replaced by the options."""
+    return with_options_of(Learning, command, "learning", lambda given, call: call(given))

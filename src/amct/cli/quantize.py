@@ -13,7 +13,7 @@ from amct.cli.batches import DataBatches, named_batches
 from amct.cli.front_door import forward_inputs
 from amct.cli.model_layers import ONNX_ENDING, check_reference
 from amct.cli.model_pair import check_file
-from amct.cli.options import MODEL_HELP, DataOptions, JsonOption, takes_data
+from amct.cli.options import MODEL_HELP, DataOptions, JsonOption, Learning, takes_data, takes_learning
 from amct.cli.own_layers import OwnLayers, takes_own_layers
 from amct.cli.printing import aligned, comparison_row, decibel, most_harmed, short_name, show, show_json
 from amct.cli.processes import processes
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from amct.pipeline.batches import FirstBatches
     from amct.pipeline.flow import CalibrationFile
     from amct.pipeline.quantized_model import QuantizedModel
-    from amct.pytorch.preparation import AdaRoundMode
 
 WORST_SHOWN = 3
 NAMES_SHOWN = 6
@@ -44,6 +43,7 @@ FAILED = 3
 
 
 @takes_own_layers
+@takes_learning
 @takes_goal
 @takes_data
 def quantize(  # noqa: PLR0913  the options of a command
@@ -94,12 +94,6 @@ def quantize(  # noqa: PLR0913  the options of a command
             help="The only batch size that the ONNX files take; any that the model can take unless given.", min=1
         ),
     ] = None,
-    adaround: Annotated[
-        str,
-        typer.Option(
-            help='How AdaRound learns where the config of a PyTorch model has it: "plain" as AMCT does, or "fast".'
-        ),
-    ] = "plain",
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Do not run the written files and compare them with the float model.")
     ] = False,
@@ -110,6 +104,7 @@ def quantize(  # noqa: PLR0913  the options of a command
         str | None,
         typer.Option(help="End with exit code 3 if the verdict is this or worse: acceptable, poor or broken."),
     ] = None,
+    learning: Learning,
     goal: GoalOptions,
     as_json: JsonOption = False,
 ) -> None:
@@ -125,7 +120,7 @@ def quantize(  # noqa: PLR0913  the options of a command
     with few_lines():
         own.refuse_unless_caffe(weights is not None)
         _check_options(model, weights, config, part)
-        _check_adaround(adaround, has_modes=_is_torch(model, weights) and not goal.is_given)
+        learning.check(has_modes=_is_torch(model, weights) and not goal.is_given)
         _check_level(fail_on, run_files=files.run_files)
         goal.check()
         files.check()
@@ -139,7 +134,7 @@ def quantize(  # noqa: PLR0913  the options of a command
                 )
             else:
                 quantized, batches = _quantized(
-                    model, weights, data, config, files, state, equalize=equalize, part=part, adaround=adaround
+                    model, weights, data, config, files, state, equalize=equalize, part=part, **learning.arguments()
                 )
             ranks = _ranks()
         if prints:
@@ -170,13 +165,6 @@ def _check_options(model: str, weights: Path | None, config: Path | None, part: 
 
 def _is_torch(model: str, weights: Path | None) -> bool:
     return weights is None and not model.endswith(ONNX_ENDING)
-
-
-def _check_adaround(adaround: str, *, has_modes: bool) -> None:
-    if adaround not in ("plain", "fast"):
-        raise ArgumentError(f"--adaround: expected plain or fast, got {adaround!r}")
-    if adaround == "fast" and not has_modes:
-        raise ArgumentError("--adaround fast is for PyTorch models without a goal; leave it out")
 
 
 def _prefix(output: str) -> str:
@@ -317,7 +305,7 @@ class _Files:
         return files
 
 
-def _quantized(  # noqa: PLR0913  the options of the command that change what is quantized
+def _quantized(
     model: str,
     weights: Path | None,
     data: DataOptions,
@@ -326,8 +314,7 @@ def _quantized(  # noqa: PLR0913  the options of the command that change what is
     state: CalibrationFile | None = None,
     *,
     equalize: bool = False,
-    part: str | None = None,
-    adaround: str = "plain",
+    **options: Any,  # noqa: ANN401  options of PyTorch models
 ) -> tuple[QuantizedModel, FirstBatches]:
     """Quantize a model; return it with its calibration batches."""
     from amct.pipeline.batches import FirstBatches
@@ -358,17 +345,13 @@ def _quantized(  # noqa: PLR0913  the options of the command that change what is
     import amct.pytorch
     from amct.cli.model_layers import load_reference
 
-    mode = cast("AdaRoundMode", adaround)
     network = load_reference(model)
     names = forward_inputs(network)
     if names:
-        made = named_batches(names, data).converted_by(torch.from_numpy)
+        batches = FirstBatches(named_batches(names, data).converted_by(torch.from_numpy))
     else:
-        made = DataBatches.converted(data.fitting(None).stored(), torch.from_numpy)
-    batches = FirstBatches(made)
-    quantized = amct.pytorch.quantize(
-        network, batches, config, adaround=mode, resume=state, part=part, equalize=equalize
-    )
+        batches = FirstBatches(DataBatches.converted(data.fitting(None).stored(), torch.from_numpy))
+    quantized = amct.pytorch.quantize(network, batches, config, resume=state, equalize=equalize, **options)
     return quantized, batches
 
 

@@ -29,9 +29,12 @@ from amct.config.simple_config import (
 )
 from amct.errors import ArgumentError, ArgumentTypeError, Position
 from amct.numerics.settings import (
+    FEW_BITS,
+    WIDE_SEARCH,
     ArqRetrainSettings,
     AtLeastOne,
     CheckedSettings,
+    IfmrSettings,
     Names,
     Switch,
     UlqRetrainSettings,
@@ -43,9 +46,10 @@ from amct.numerics.settings import (
 if TYPE_CHECKING:
     from amct.config.dialect import Dialect
     from amct.config.layers import LayerList
-    from amct.config.plan import Plan, RetrainPlan
+    from amct.config.plan import LayerPlan, Plan, RetrainPlan
     from amct.config.ptq.dialect import PtqDialect
     from amct.config.simple_config import FullConfig
+    from amct.numerics.settings import ActivationSettings
 
 
 SOURCE = "config"
@@ -124,7 +128,7 @@ def plan_of(
     is_open = "batch_num" not in full.origins
     if is_open:
         full = replace(full, fields={**full.fields, "batch_num": batches or OPEN_ENDED})
-    return dialect.make_plan(full, layers, OWN_ROUNDING), is_open
+    return _searching_wide(dialect.make_plan(full, layers, OWN_ROUNDING)), is_open
 
 
 def _full_config(config: object, layers: LayerList, dialect: Dialect, kind: str) -> FullConfig:
@@ -152,7 +156,22 @@ def _plan_of_object(config: QuantConfig, layers: LayerList, batches: int | None,
     problems.raise_all()
     batch_num = config.batch_num if config.batch_num is not None else batches or OPEN_ENDED
     full = dialect.expand(_as_simple_config(config, batch_num), layers, problems)
-    return dialect.make_plan(full, layers, OWN_ROUNDING)
+    return _searching_wide(dialect.make_plan(full, layers, OWN_ROUNDING))
+
+
+def _searching_wide(plan: Plan) -> Plan:
+    """The plan with a wider search where IFMR's default range meets few bits: the best cuts off much more then."""
+
+    def widened(settings: ActivationSettings) -> ActivationSettings:
+        if not isinstance(settings, IfmrSettings) or settings.num_bits >= FEW_BITS:
+            return settings
+        is_default = settings.search_range == IfmrSettings().search_range
+        return replace(settings, search_range=WIDE_SEARCH) if is_default else settings
+
+    def of_layer(layer: LayerPlan) -> LayerPlan:
+        return replace(layer, activations=tuple(map(widened, layer.activations)))
+
+    return replace(plan, layers=tuple(map(of_layer, plan.layers)))
 
 
 def _by_name(entries: Mapping[str, LayerConfig], field_name: str) -> dict[str, LayerConfig]:

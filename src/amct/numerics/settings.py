@@ -68,6 +68,9 @@ OptionalBool = Annotated[StrictBool | None, BeforeValidator(_true_or_false)]
 
 MOST_SEARCH_STEPS = 100_000
 """The largest number of ranges that IFMR tries: more would take hours or all memory, and find nothing better."""
+FEW_BITS = 8
+WIDE_SEARCH = (0.05, 1.01)
+"""The search range of IFMR below 8 bits in this package's own calls: there the best range cuts off much more."""
 _FLOAT32_EPSILON = 1.2e-7
 """Values in a .cfg are rounded to float32: adjacent ranges must allow for the rounding."""
 

@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -44,13 +44,12 @@ from amct.memory import LARGE_MODEL, give_back_freed
 from amct.pipeline.quantized_model import QuantizedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from numpy.typing import NDArray
 
     from amct.calibration import Ranks
     from amct.config.plan import LayerPlan, Plan
     from amct.config.python_config import AnyConfig
+    from amct.numerics.qparams import LayerQParams
     from amct.numerics.settings import ActivationSettings
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import Door
@@ -115,6 +114,23 @@ class Passes:
         if kept is not None:
             batches = kept.passing(batches)
         return batches if interim is None else _Noted(batches, interim, what, session, done)
+
+    def blocks(self, what: str, session: ObservingSession, total: int) -> Iterator[int]:
+        """The numbers of the blocks of a model that are learned one after the other, from where it was interrupted.
+
+        Each must be in the session's state when the next number is asked for.
+
+        Args:
+            what: The name of the pass.
+            session: What was learned so far.
+            total: How many blocks there are.
+        """
+        done = 0 if self._interim is None else self._interim.restore(what, session, total, "blocks")
+        for number in range(done, total):
+            yield number
+            raise_if_interrupted()
+            if self._interim is not None:
+                self._interim.note(what, session, number + 1)
 
     def _from(self, done: int, kept: KeptBatches | None) -> Iterator[Any]:
         """The batches behind the first ``done``; of those, ``kept`` needs to see the very first."""
@@ -248,13 +264,14 @@ class Interim:
         self._is_read = file.read
         self._found = self._read() if file.read else {}
 
-    def restore(self, what: str, session: ObservingSession, most: int | None) -> int:
+    def restore(self, what: str, session: ObservingSession, most: int | None, unit: str = "batches") -> int:
         """Put the state of a pass into its session, if there is one; returns the number of batches in it.
 
         Args:
             what: The name of the pass.
             session: Its session, which has observed nothing.
             most: The batches that this process runs, if that is known.
+            unit: What is counted.
 
         Raises:
             CalibrationError: The state does not fit.
@@ -266,11 +283,11 @@ class Interim:
         try:
             done = _number(self._found[f"{what}/done"])
             if not 0 < done <= (done if most is None else most):
-                raise CalibrationError(f"{done} batches run, of {most}")
+                raise CalibrationError(f"{done} {unit} run, of {most}")
             session.restore(state, done)
         except Exception as error:  # arrays of a damaged file can be anything
             raise self._damaged(error) from error
-        logger.info("%s: %s goes on after %d batches", self._path, what, done)
+        logger.info("%s: %s goes on after %d %s", self._path, what, done, unit)
         return done
 
     def leave_out(self, what: str, why: str) -> None:
@@ -387,6 +404,8 @@ def bound_to(parts: Mapping[str, str], ranks: Ranks) -> dict[str, str]:
 # -- the flow ---------------------------------------------------------------------------------------------------------
 
 
+Refine = Callable[[Any, Mapping[str, "LayerQParams"], Passes], tuple[Any, Mapping[str, "LayerQParams"]]]
+"""From a prepared model, the parameters of its layers and the data: others that were learned."""
 AnyResume = str | os.PathLike[str] | CalibrationFile | None
 """The file that keeps what a calibration has observed so far."""
 
@@ -399,6 +418,7 @@ def quantize(
     inputs: BatchInputs | None = None,
     resume: AnyResume = None,
     others: Callable[[LayerPlan], tuple[ActivationSettings, ...]] | None = None,
+    refine: Refine | None = None,
 ) -> QuantizedModel:
     """Quantize the model behind a front door with calibration data.
 
@@ -413,6 +433,7 @@ def quantize(
         inputs: Turns a batch into the model's inputs, where its form does not tell them.
         resume: The file that keeps what was observed so far, to go on after a kill; None: nothing is kept.
         others: By layer: settings whose ranges are found too, for a search.
+        refine: Learns from the data what needs the ranges of activations; None: nothing is learned then.
 
     Raises:
         AmctError: A subclass says what is wrong: config, model, data or files.
@@ -425,7 +446,7 @@ def quantize(
         plan, open_ended = door.plan(config, example, batches.length)
         if others is not None:
             plan = replace(plan, layers=tuple(replace(each, other_ranges=others(each)) for each in plan.layers))
-        if door.reads_data_first(plan):
+        if door.reads_data_first(plan) or refine is not None:
             batches.keep()
         file = None if resume is None else CalibrationFile.of(resume)
         interim = None
@@ -442,10 +463,12 @@ def quantize(
             calibration.run(passes.observed(CALIBRATION, calibration.session, seen))
             calibration.session.finish(complete=not open_ended)
             result = calibration.session.result
+        layers = prepared.quantized_layers(result)
+        if refine is not None:
+            prepared, layers = refine(prepared, layers, passes)
     tensors = result.tensors if calibration.observes_tensors else None
     del calibration  # a caught error may keep this frame, and with it a copy of the model
     give_back_freed()
-    layers = prepared.quantized_layers(result)
     used = batches.used(_batches_used(passes, seen, batches.length))
     if file is not None and not file.removed_by_caller:
         file.remove(ranks)

@@ -212,6 +212,7 @@ class PreparedForOnnx(ABC):
                 inputs=with_bits(layers[name].inputs, plan.find(name)),
                 hidden=layers[name].hidden,
                 mean=layers[name].mean,
+                lost=layers[name].lost if weights[name] is self.weights[name] else None,
             )
             for name, qparams in made.weight_qparams().items()
         }
@@ -223,7 +224,7 @@ class PreparedForOnnx(ABC):
             weights = self.weights[name]
             layers[name] = replace(qparams, corrects_bias=plan is not None and plan.bias_correction)
             if bias is not None:
-                if weights.custom_rounding:
+                if weights.custom_rounding and layers[name].lost is None:
                     layers[name] = replace(layers[name], lost=mean_loss(layers[name], weights))
                 corrected = corrected_bias(layers[name], weights, bias)
                 layers[name] = suited_to_bias(name, layers[name], weights, corrected)

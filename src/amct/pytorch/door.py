@@ -20,6 +20,7 @@ from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline import flow
 from amct.pipeline.compare import measure
 from amct.pipeline.quantized_model import QuantizedModel
+from amct.pytorch.blocks.reconstruction import reconstructed
 from amct.pytorch.calibrating import balance_of
 from amct.pytorch.capture.functional_layers import find_functional_layers, layer_module
 from amct.pytorch.folding import fuse
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.flow import AnyResume, Passes
+    from amct.pytorch.blocks.reconstruction import Reconstruct
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import AdaRoundMode
@@ -71,6 +73,8 @@ def quantize(  # noqa: PLR0913  most of them are optional
     resume: AnyResume = None,
     part: str | None = None,
     equalize: bool = False,
+    reconstruct: Reconstruct | None = None,
+    reconstruct_seconds: float | None = None,
 ) -> QuantizedModel:
     """Quantize a model with calibration data: fold batch norms, quantize weights, find the ranges of activations.
 
@@ -92,23 +96,53 @@ def quantize(  # noqa: PLR0913  most of them are optional
         equalize: first scale the channels between layers to more equal ranges, in an extra pass over the data: 8-bit
             quantization then loses less, most of all in networks with depthwise convolutions. The weights in all files
             are the scaled ones, to which the record belongs.
+        reconstruct: "blocks": after calibration learn, without labels, how the weights of each block are rounded, where
+            activations of fewer than 8 bits are clipped, and biases, so that the block computes what it does in the
+            float model. For 4 bits. Takes the place of AdaRound. The same data give the same bytes.
+        reconstruct_seconds: about how long that may take, by the clock; how far it gets then depends on the machine.
 
     Raises:
         AmctError: the subclass tells whether config, model, data or files are invalid.
     """
+    check_reconstruct(reconstruct, reconstruct_seconds)
     if adaround not in ("plain", "fast"):
         raise ArgumentError(f'adaround: expected "plain" or "fast", got {adaround!r}')
-    door = _opened(model, io, part, adaround, equalize=equalize)
-    return flow.quantize(door, calibration_data, config, inputs, resume)
+    door = _opened(model, io, part, adaround, equalize=equalize, learns_blocks=reconstruct is not None)
+    refine = None if reconstruct is None else partial(reconstructed, seconds=reconstruct_seconds)
+    return flow.quantize(door, calibration_data, config, inputs, resume, refine=refine)
+
+
+def check_reconstruct(reconstruct: object, seconds: object) -> None:
+    """Check what says whether, and how long, blocks are reconstructed.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: It cannot be used.
+    """
+    if reconstruct not in (None, "blocks"):
+        raise ArgumentError(f'reconstruct: expected "blocks" or None, got {reconstruct!r}')
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise ArgumentTypeError(f"reconstruct_seconds: expected a number, got {type(seconds).__name__}")
+    if not 0 < seconds < float("inf"):
+        raise ArgumentError(f"reconstruct_seconds: expected a positive number, got {seconds:g}")
+    if reconstruct is None:
+        raise ArgumentError('reconstruct_seconds: nothing is reconstructed; add reconstruct="blocks", or leave it out')
 
 
 def _opened(
-    model: nn.Module, io: IoOptions | None, part: str | None, adaround: AdaRoundMode = "plain", *, equalize: bool
+    model: nn.Module,
+    io: IoOptions | None,
+    part: str | None,
+    adaround: AdaRoundMode = "plain",
+    *,
+    equalize: bool,
+    learns_blocks: bool = False,
 ) -> TorchDoor:
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     chosen = None if part is None else Part(model, part)
-    return TorchDoor(model, io or IoOptions(), adaround, chosen, equalize=equalize)
+    return TorchDoor(model, io or IoOptions(), adaround, chosen, equalize=equalize, learns_blocks=learns_blocks)
 
 
 def quantize_to(  # noqa: PLR0913  most of them are optional
@@ -187,8 +221,10 @@ class TorchDoor:
         part: Part | None = None,
         *,
         equalize: bool = False,
+        learns_blocks: bool = False,
     ) -> None:
         self._equalize = equalize
+        self._learns_blocks = learns_blocks
         self._model = model if part is None else part.module
         self._part = part
         self._io = io
@@ -259,6 +295,7 @@ class TorchDoor:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         code = "" if program is None else program.graph_module.code
         mode = f"{self._adaround}, equalized" if self._equalize else self._adaround
+        mode = f"{mode}, blocks" if self._learns_blocks else mode
         return fingerprint([mode, repr(model), code, *(part for named in tensors for part in named)])
 
     def reads_data_first(self, plan: Plan) -> bool:
@@ -274,7 +311,14 @@ class TorchDoor:
         assert self._traced is not None, "plan comes first"
         balance = balance_of(self._traced, plan, data, ranks)
         options: dict[str, Any] = {"data": data.all, "equalize": data.all if self._equalize else None}
-        made = prepare(self._traced, plan, balance=balance, adaround=self._adaround, ranks=ranks, **options)
+        made = prepare(
+            self._traced,
+            plan,
+            balance=balance,
+            adaround="later" if self._learns_blocks else self._adaround,
+            ranks=ranks,
+            **options,
+        )
         return replace(made, part=self._part)
 
 

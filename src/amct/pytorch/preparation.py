@@ -299,7 +299,7 @@ def prepare(
     *,
     balance: Mapping[str, Tensor] | None = None,
     data: Callable[[], Iterable[Arguments]] | None = None,
-    adaround: AdaRoundMode = "plain",
+    adaround: AdaRoundMode | Literal["later"] = "plain",
     ranks: Ranks = ALONE,
     equalize: Callable[[], Iterable[Arguments]] | None = None,
 ) -> TorchPreparation:
@@ -310,7 +310,7 @@ def prepare(
         plan: the quantization plan.
         balance: DMQ factors by layer, for the layers that are balanced.
         data: returns the inputs that AdaRound learns from; by default the example input.
-        adaround: the AdaRound method.
+        adaround: the AdaRound method; "later": all weights are rounded by ARQ, because blocks learn their rounding.
         ranks: the processes that quantize together; in its fast mode AdaRound divides the work among them.
         equalize: returns the data from which channels are equalized across layers; None: they are not.
 
@@ -333,7 +333,7 @@ def prepare(
             can_pack=traced.layers[layer.name].can_pack,
         )
     preparation = TorchPreparation.of(traced, fused, plan, weights)
-    if any(isinstance(layer.weight, AdaRoundSettings) for layer in chosen):
+    if adaround != "later" and any(isinstance(layer.weight, AdaRoundSettings) for layer in chosen):
         inputs = (traced.inputs.args, traced.inputs.kwargs)
         learned = learn_rounding(preparation, data or (lambda: [inputs]), fast=adaround == "fast", ranks=ranks)
         preparation = replace(preparation, weights={**weights, **learned})

@@ -40,7 +40,7 @@ class _Globals(CheckedSettings):
 
 
 class PyTorchPtq(PtqDialect):
-    """The layer types of torch.nn, with AdaRound, DMQ and 16-bit activations."""
+    """The layer types of torch.nn, with AdaRound, DMQ and activations of 4, 8 or 16 bits."""
 
     name = "pytorch"
     message = "AMCTPytorchProto.AMCTConfig"
@@ -51,7 +51,7 @@ class PyTorchPtq(PtqDialect):
     optional_globals = frozenset({MODE_KEY, *ROUNDING_KEYS})
     part_name = "module"
     more_layer_keys = (BALANCE_KEY,)
-    activation_bits = (8, 16)
+    activation_bits = ACTIVATION_BITS
     balances = True
     sorted_by_name = True
     float_fusible = ("ConvTranspose3d",)

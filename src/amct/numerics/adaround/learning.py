@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from amct.errors import ArgumentError, CalibrationError
+from amct.numerics.adaround.loop import Progress, RoundedWeight, finite, follow_gradient
 from amct.numerics.adaround.rounding import Learning, SoftRounding, steps_for
 from amct.numerics.adaround.scale import initial_scale
 from amct.numerics.arq import WeightKind, channels_first, from_channels_first
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from amct.numerics.qparams import QParams
 
 Activation = Callable[[Tensor], Tensor]
-Progress = Callable[[int, int, float], None]
-"""Called with the number of finished iterations, the total number, and the loss."""
-
 _LARGEST_GRAM = 1 << 26  # entries of G; 512 MB
 _SWEEPS = 20
 _REPORTS = 100
@@ -142,6 +140,10 @@ class AdaRoundLayer:
         channels = wanted.shape[-1 if self.geometry is None else 1]
         return functional.mse_loss(output, wanted) * channels
 
+    def rounded(self, rounding: SoftRounding) -> RoundedWeight:
+        """The weight with its rounding."""
+        return RoundedWeight(rounding=rounding, shape=self.weight.shape, kind=self.kind, groups=self.groups)
+
     def restore(self, rows: Tensor) -> Tensor:
         """Convert rows ``[Cout, K]`` to the shape of the weight."""
         return from_channels_first(rows, self.weight.shape, self.kind, self.groups)
@@ -243,16 +245,7 @@ def _loss_on(layer: AdaRoundLayer, data: CachedData, rounding: SoftRounding, ste
     total = sum(
         float(layer.loss(layer.forward(x.float(), weight), y.float())) * len(x) for x, y in _batches(data, size)
     )
-    return _finite(total / len(data), "over all data")
-
-
-def _finite(loss: float, when: str) -> float:
-    if loss - loss != 0:
-        raise CalibrationError(
-            f"the AdaRound loss is {loss} {when}; look for NaN, infinity or huge values in the layer's input, "
-            "or use ARQ for this layer"
-        )
-    return loss
+    return finite(total / len(data), "over all data")
 
 
 def _learn_by_forwards(
@@ -264,22 +257,13 @@ def _learn_by_forwards(
     progress: Progress | None,
 ) -> Tensor:
     """Learn mini-batch by mini-batch with forwards of the layer, as AMCT does; return integer steps ``[Cout, K]``."""
-    optimizer = torch.optim.Adam([rounding.alpha], lr=settings.learning_rate, fused=True)
-    report_every = max(1, settings.num_iteration // _REPORTS)
-    for iteration in range(settings.num_iteration):
+
+    def loss_of(weights: list[Tensor]) -> Tensor:
         indices = torch.randperm(len(data), generator=generator)[: settings.batch_size]
         x, wanted = data.batch(indices)
-        weight = layer.restore(rounding.soft()).requires_grad_()
-        with torch.enable_grad():
-            loss = layer.loss(layer.forward(x.float(), weight), wanted.float())
-        (slope,) = torch.autograd.grad(loss, weight)
-        slope = channels_first(slope, layer.kind, layer.groups)
-        rounding.alpha.grad = rounding.gradient(slope, settings.beta_at(iteration), settings.reg_param)
-        optimizer.step()
-        if (iteration + 1) % report_every == 0:
-            value = _finite(loss.item(), f"after {iteration + 1} iterations")
-            if progress is not None:
-                progress(iteration + 1, settings.num_iteration, value)
+        return layer.loss(layer.forward(x.float(), weights[0]), wanted.float())
+
+    follow_gradient(loss_of, [layer.rounded(rounding)], settings, progress=progress)
     return rounding.hard()
 
 

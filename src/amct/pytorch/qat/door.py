@@ -24,7 +24,7 @@ from amct.errors import ArgumentError, ArgumentTypeError, ModelError
 from amct.export.request import Target
 from amct.numerics.adaround.scale import least_error_scale
 from amct.numerics.ifmr import IfmrObserver
-from amct.numerics.settings import IfmrSettings, UlqRetrainSettings
+from amct.numerics.settings import FEW_BITS, WIDE_SEARCH, IfmrSettings, UlqRetrainSettings
 from amct.pipeline.preparation import enabled_layers
 from amct.pytorch.capture.cached_trace import for_copies
 from amct.pytorch.capture.functional_layers import child_path, take_functional_layers
@@ -305,11 +305,6 @@ def _positive_inputs(layers: Iterable[RetrainLayerPlan], traced: Traced, *, only
 # -- where training starts ---------------------------------------------------------------------------------------------
 
 
-_FEW_BITS = 8
-_WIDE_SEARCH = (0.05, 1.01)
-"""With few bits the best range cuts off much more than with 8."""
-
-
 def start_weights(model: nn.Module) -> None:
     """Let the learned scale of every weight start where its squared rounding error is least."""
     for layer in quantized_layers(model).values():
@@ -378,7 +373,7 @@ def _streams(model: nn.Module) -> Iterator[Stream]:
 
 
 def _stream(name: str, what: str, quantizer: ActivationQuantizer, leader: tuple[str, str] | None) -> Stream:
-    search = _WIDE_SEARCH if quantizer.bits < _FEW_BITS else IfmrSettings().search_range
+    search = WIDE_SEARCH if quantizer.bits < FEW_BITS else IfmrSettings().search_range
     settings = IfmrSettings(num_bits=quantizer.bits, search_range=search)
     make = functools.partial(IfmrObserver, settings)
     return Stream(layer=name, name=what, settings=settings, batch_num=OPEN_ENDED, make_observer=make, same_as=leader)
