@@ -13,7 +13,7 @@ from onnx_running import compare, feed, has_open_batch, run
 from amct.caffe.engine.layer import layer_class, layer_types
 from amct.caffe.engine.messages import parse_message
 from amct.caffe.engine.net import Net
-from amct.caffe.engine.onnx_place import form_of
+from amct.caffe.engine.onnx_place import onnx_form_of
 from amct.caffe.model import INSERTED_TYPES
 from amct.caffe.onnx.graph import float_onnx
 
@@ -184,7 +184,7 @@ def test_onnxruntime_computes_what_the_engine_computes(layer):
 
 
 def test_every_type_has_a_form_or_a_reason():
-    missing = {name for name in layer_types() if form_of(layer_class(name)) is None}
+    missing = {name for name in layer_types() if onnx_form_of(layer_class(name)) is None}
     # Names with blanks are what an option turns a type into; quantized nets are exported from their float net.
     internal = {name for name in missing if " " in name or name in INSERTED_TYPES}
     assert missing - internal == WITHOUT_FORM

@@ -15,7 +15,7 @@ from observer_storage import STORAGES, storage
 
 from amct.errors import CalibrationError
 from amct.numerics.counts.histogram import SHORT_TAIL
-from amct.numerics.counts.samples import SAMPLING_TARGET, Samples
+from amct.numerics.counts.samples import SAMPLING_TARGET, ObservedValues
 from amct.numerics.hfmg import HfmgObserver
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.layer_inputs import ExactSum, LayerInputObserver
@@ -128,13 +128,13 @@ def test_large_batches_of_pixels_and_of_numbers_are_sampled_the_same_in_every_or
 
 
 def test_stored_values_keep_the_order_of_their_batches():
-    whole, shards = Samples(), [Samples(), Samples(), Samples()]
+    whole, shards = ObservedValues(), [ObservedValues(), ObservedValues(), ObservedValues()]
     for number in range(7):
         x = torch.full((number + 1,), float(number))
         whole.add(x)
         shards[number % 3].begin_batch(number)
         shards[number % 3].add(x)
-    merged = Samples()
+    merged = ObservedValues()
     for shard in reversed(shards):
         merged.merge(shard)
     assert [piece.tolist() for piece in merged.batches_of(0)] == [piece.tolist() for piece in whole.batches_of(0)]

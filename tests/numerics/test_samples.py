@@ -11,7 +11,7 @@ import torch
 
 from amct.errors import ArgumentError
 from amct.numerics.counts.histogram import SHORT_TAIL
-from amct.numerics.counts.samples import EXACT_LIMIT, SMALL_EXACT_LIMIT, Samples
+from amct.numerics.counts.samples import EXACT_LIMIT, SMALL_EXACT_LIMIT, ObservedValues
 from amct.numerics.ifmr import IfmrObserver
 
 
@@ -69,7 +69,7 @@ def test_an_observed_tensor_may_change_afterwards():
 
 
 def test_all_values_are_kept_up_to_the_limit():
-    samples = Samples()
+    samples = ObservedValues()
     samples.add(batch(0, 1000).reshape(10, 100))
     samples.add(batch(1, 50))
     assert samples.exact
@@ -79,7 +79,7 @@ def test_all_values_are_kept_up_to_the_limit():
 
 def test_a_histogram_ends_at_the_exact_minimum_and_maximum():
     x = batch(3, EXACT_LIMIT + 1)
-    samples = Samples()
+    samples = ObservedValues()
     samples.add(x)
     bins = samples.bins(0)
     assert (bins.low[0], bins.high[-1]) == (float(x.min()), float(x.max()))
@@ -87,7 +87,7 @@ def test_a_histogram_ends_at_the_exact_minimum_and_maximum():
 
 
 def test_a_refused_merge_changes_nothing():
-    first, second = Samples(channel_axis=0), Samples(channel_axis=0)
+    first, second = ObservedValues(channel_axis=0), ObservedValues(channel_axis=0)
     first.add(torch.ones(2, 3))
     second.add(torch.ones(3, 3))
     with pytest.raises(ArgumentError, match="2 before, now 3"):
@@ -115,10 +115,10 @@ def test_values_are_counted_once_the_total_of_all_processes_is_known_to_be_large
 
 def test_fewer_values_are_kept_on_request():
     for values, kept in ((SMALL_EXACT_LIMIT, True), (SMALL_EXACT_LIMIT + 1, False)):
-        samples = Samples(keeps_few=True)
+        samples = ObservedValues(keeps_few=True)
         samples.add(torch.randn(values, generator=torch.Generator().manual_seed(0)))
         assert samples.exact is kept
-        expecting = Samples(keeps_few=True)
+        expecting = ObservedValues(keeps_few=True)
         expecting.add(torch.randn(9))
         expecting.expect(values)
         assert expecting.exact is kept

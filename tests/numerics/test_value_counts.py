@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amct.numerics.counts.histogram import FloatHistogram
-from amct.numerics.counts.samples import EXACT_LIMIT, MAX_DISTINCT_VALUES, Samples, ValueCounts, _count_by_torch
+from amct.numerics.counts.samples import EXACT_LIMIT, MAX_DISTINCT_VALUES, ObservedValues, ValueCounts, _count_by_torch
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.settings import IfmrSettings
 
@@ -77,7 +77,7 @@ def pixels(count: int) -> torch.Tensor:
 
 
 def test_pixels_are_counted_exactly_until_something_else_comes():
-    samples = Samples()
+    samples = ObservedValues()
     samples.add(pixels(EXACT_LIMIT + 1))
     assert samples.bins(0).low.tolist() == (torch.arange(256).float() / 255).tolist()
     assert len(pickle.dumps(samples)) < 16_384

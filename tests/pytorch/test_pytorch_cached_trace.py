@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from amct.pytorch.capture import cached_trace as caching
-from amct.pytorch.capture.cached_trace import NotComparableError, cached_trace, fingerprint
+from amct.pytorch.capture.cached_trace import NotComparableError, cached_trace, fingerprint_of
 
 EXAMPLE = torch.ones(2, 4)
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_compared_is_traced_anew():
 @pytest.mark.parametrize("value", [threading.Lock(), iter(x for x in ()), np.zeros((9 << 20,))])
 def test_objects_without_a_fingerprint(value):
     with pytest.raises(NotComparableError):
-        fingerprint([value])
+        fingerprint_of([value])
 
 
 def test_an_exchanged_method_is_noticed(monkeypatch):
@@ -205,9 +205,9 @@ def test_ordinary_models_are_traced_once(monkeypatch):
 def test_fingerprints_do_not_depend_on_reused_addresses():
     model = nn.Module()
     model.tensors = [torch.ones(2)]
-    before = fingerprint(model)
-    assert before == fingerprint(model)
+    before = fingerprint_of(model)
+    assert before == fingerprint_of(model)
     for _ in range(20):  # the allocator likes to reuse the place of an object that is gone
         model.tensors = None
         model.tensors = [torch.ones(2)]
-        assert fingerprint(model) != before
+        assert fingerprint_of(model) != before

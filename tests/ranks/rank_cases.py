@@ -277,14 +277,14 @@ def torch_loader(folder):
     """A data loader, of which each process decodes only its own batches."""
     import amct.pytorch
 
-    samples = Samples()
+    samples = ObservedValues()
     loader = DataLoader(samples, batch_size=2)
     write_result(folder, amct.pytorch.quantize(net(), loader))
     own = len(share(list(range(7)))) * 2
     assert len(samples.read) <= own + 2, samples.read  # and the first batch, on which the model is captured
 
 
-class Samples(Dataset):
+class ObservedValues(Dataset):
     """Fourteen samples; notes which of them are read."""
 
     def __init__(self):

@@ -25,7 +25,7 @@ from amct.caffe.model import (
 from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.caffe.onnx.quant import export_net, qdq_observers
 from amct.caffe.prototxt import layer_infos
-from amct.caffe.ptq.equalization import divide_channels, equalization_proposal, find_factors, one_scale_layers
+from amct.caffe.ptq.equalization import divide_channels, equalization_proposal, find_factors
 from amct.caffe.ptq.graph import QuantGraph, calibrated_layers, start_calibration
 from amct.caffe.ptq.save import CaffeFiles, SaveNotes, results_with
 from amct.caffe.reporting import caffe_network, fused_notes, report_layers
@@ -428,7 +428,7 @@ class CaffeDoor:
         # The weights from before the folding are not needed any more, only the layers and names of the net.
         self._original = graph.original = CaffeModel(self._original.net, {})
         if self._equalize:
-            factors = find_factors(graph.model, data.all(), one_scale=one_scale_layers(graph))
+            factors = find_factors(graph.model, data.all(), one_scale=graph.one_scale_layers())
             divide_channels(graph.model, factors)
             graph.equalized = tuple(factors)
         graph.quantize_weights()

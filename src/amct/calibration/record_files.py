@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from amct.record import AnyRecord, Progress
 
 
-class _Document(BaseModel):
+class _ProgressDocument(BaseModel):
     model_config = ConfigDict(extra="forbid")
     version: Literal[1]
     layers: dict[str, tuple[NonNegativeInt, NonNegativeInt]]
@@ -43,7 +43,7 @@ def progress_path(record: str | os.PathLike[str]) -> Path:
 def read_progress(record: str | os.PathLike[str]) -> dict[str, Progress]:
     """Return the batches observed and needed for each layer; empty if there is no valid progress file."""
     with suppress(FileError, ValidationError):  # the progress is only used in error messages
-        return dict(_Document.model_validate_json(atomic.read_bytes(progress_path(record))).layers)
+        return dict(_ProgressDocument.model_validate_json(atomic.read_bytes(progress_path(record))).layers)
     return {}
 
 

@@ -107,7 +107,7 @@ def read_json(data: str | bytes, source: str) -> JsonDocument:
         ParseError: The text is not JSON or not UTF-8; the position is that of the first invalid character.
     """
     text = decode_utf8(data, source) if isinstance(data, bytes) else data.removeprefix("\ufeff")
-    return _Reader(text, source).document()
+    return _JsonReader(text, source).document()
 
 
 def decode_utf8(data: bytes, source: str) -> str:
@@ -123,7 +123,7 @@ def decode_utf8(data: bytes, source: str) -> str:
         ) from None
 
 
-class _Reader:
+class _JsonReader:
     """A recursive descent parser; ``at`` is the offset of the next character."""
 
     def __init__(self, text: str, source: str) -> None:

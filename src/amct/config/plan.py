@@ -81,6 +81,11 @@ class LayerPlan:
         """The settings of the first (or only) input."""
         return self.activations[0]
 
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether all output channels of its weights get one scale."""
+        return self.weight is not None and not self.weight.channel_wise
+
 
 PlannedLayer = TypeVar("PlannedLayer", "LayerPlan", "RetrainLayerPlan", "PruneLayerPlan")
 

@@ -56,7 +56,7 @@ SOURCE = "config"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Globals(CheckedSettings):
+class _QuantGlobals(CheckedSettings):
     """The global fields of a ``QuantConfig`` with their types and ranges."""
 
     batch_num: AtLeastOne | None = None
@@ -72,7 +72,7 @@ class _Globals(CheckedSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantConfig(_Globals):
+class QuantConfig(_QuantGlobals):
     """What to quantize and how; the fields of AMCT's simple config under the same names where it has them.
 
     An entry of ``types`` or ``layers`` replaces ``common`` as a whole, the layer's own entry before that of its type.
@@ -146,8 +146,8 @@ def _full_config(config: object, layers: LayerList, dialect: Dialect, kind: str)
 
 def _plan_of_object(config: QuantConfig, layers: LayerList, batches: int | None, dialect: PtqDialect) -> Plan:
     problems = ProblemList()
-    values = {item.name: getattr(config, item.name) for item in fields(_Globals)}
-    check_settings(_Globals, values, lambda path: Position(f"{SOURCE}.{path[0]}"), problems)
+    values = {item.name: getattr(config, item.name) for item in fields(_QuantGlobals)}
+    check_settings(_QuantGlobals, values, lambda path: Position(f"{SOURCE}.{path[0]}"), problems)
     entries = {"common": config.common, **_by_name(config.types, "types"), **_by_name(config.layers, "layers")}
     for place, entry in entries.items():
         _check_entry(entry, f"{SOURCE}.{place}", dialect, problems)

@@ -29,7 +29,7 @@ _SUM_BLOCK = 64
 
 
 @dataclass(frozen=True)
-class Candidates:
+class CandidateRanges:
     """Candidate ranges and the scale of each, ``[n]``."""
 
     lower: Values
@@ -59,17 +59,17 @@ class IfmrObserver(SamplingObserver):
             return lower, upper
         return (lower, 0.0) if -minimum > maximum else (0.0, upper)
 
-    def _candidates(self, minimum: float, maximum: float) -> Candidates:
+    def _candidates(self, minimum: float, maximum: float) -> CandidateRanges:
         (start, end), step = self.settings.search_range, self.settings.search_step
         ratios = np.arange(start, end, step)
         ratios = ratios[ratios < end - step * 1e-6]  # rounding may make arange include the end
         lowest, highest = integer_range(self.bits)
         if self.asymmetric:
             upper = ratios * maximum
-            return Candidates(np.full_like(upper, minimum), upper, (upper - minimum) / (highest - lowest))
+            return CandidateRanges(np.full_like(upper, minimum), upper, (upper - minimum) / (highest - lowest))
         upper = ratios * max(maximum, -minimum)
         negative = -minimum > maximum and self.symmetric_scale is SymmetricScale.NEGATIVE_SIDE
-        return Candidates(-upper, upper, upper / (-lowest if negative else highest))
+        return CandidateRanges(-upper, upper, upper / (-lowest if negative else highest))
 
 
 def rank_of(percentile: float, count: int) -> int:
@@ -105,7 +105,7 @@ class SortedValues:
         """Return the value of this rank from above."""
         return self.smallest(self.count + 1 - rank)
 
-    def losses(self, candidates: Candidates) -> Values:
+    def losses(self, candidates: CandidateRanges) -> Values:
         """Return the mean squared error of every candidate; rounded in float32 as AMCT does, summed in float64."""
         limits = (candidates.lower, candidates.upper, candidates.scale)
         lower, upper, scale = (limit.astype(np.float32) for limit in limits)
@@ -138,7 +138,7 @@ class BinnedValues:
         bins = self._bins
         return _value_at_rank(bins.high[::-1], bins.low[::-1], bins.count[::-1], rank)
 
-    def losses(self, candidates: Candidates) -> Values:
+    def losses(self, candidates: CandidateRanges) -> Values:
         """Return the expected mean squared error of every candidate, integrated exactly over each bin."""
         bins, least = self._bins, candidates.scale.min()
         below = int(np.searchsorted(bins.low, -0.5 * least))

@@ -54,7 +54,7 @@ class Comparison:
     """Accumulates the comparison of layer outputs in constant memory, in float64."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, _Sums] = {}
+        self._sums: dict[str, _ErrorSums] = {}
 
     def add(self, layer: str, reference: Tensor, other: Tensor) -> None:
         """Add one batch of a layer's output in the reference model and in the other model.
@@ -67,7 +67,7 @@ class Comparison:
                 f'layer "{layer}": outputs of different shapes cannot be compared, '
                 f"{list(reference.shape)} and {list(other.shape)}"
             )
-        self._sums.setdefault(layer, _Sums()).add(reference.detach().cpu(), other.detach().cpu())
+        self._sums.setdefault(layer, _ErrorSums()).add(reference.detach().cpu(), other.detach().cpu())
 
     def layers(self) -> list[LayerComparison]:
         """Return the comparison of each layer, in the order in which the layers were first added."""
@@ -75,7 +75,7 @@ class Comparison:
 
 
 @dataclass
-class _Sums:
+class _ErrorSums:
     product: float = 0.0
     reference: float = 0.0
     other: float = 0.0

@@ -23,7 +23,7 @@ from amct.memory import LARGE_MODEL
 from amct.onnx_model.layers import find_all_layers, float_weights
 from amct.pipeline.door import Calibration
 from amct.pipeline.flow import BALANCE
-from amct.pipeline.weights import balance_factors as layer_balance_factors
+from amct.pipeline.weights import layer_balance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -181,7 +181,7 @@ def _watched(layer: OnnxLayer) -> ObservedNames:
     )
 
 
-def balance_factors(model: ModelProto, plan: Plan, data: Passes, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+def balance_of(model: ModelProto, plan: Plan, data: Passes, ranks: Ranks = ALONE) -> dict[str, Tensor]:
     """Compute the DMQ factors of the layers that the plan balances; without such layers nothing is run.
 
     Of several processes each runs its share of the batches, and all get the same factors.
@@ -203,6 +203,5 @@ def balance_factors(model: ModelProto, plan: Plan, data: Passes, ranks: Ranks = 
                 session.observe(name, as_tensor(values[layer.node.input[0]]), layer.kind.channel_axis)
     session.finish()
     return {
-        name: layer_balance_factors(plans[name], float_weights(layers[name])[0], maximum)
-        for name, maximum in maxima.items()
+        name: layer_balance(plans[name], float_weights(layers[name])[0], maximum) for name, maximum in maxima.items()
     }

@@ -19,7 +19,7 @@ from amct.export.onnx.runtime import Runner, as_tensor
 from amct.numerics.observer import MinMaxObserver
 from amct.numerics.settings import AdaRoundSettings
 from amct.onnx_model.batches import onnx_batches, sample_count
-from amct.onnx_model.calibrating import balance_factors, start_calibration
+from amct.onnx_model.calibrating import balance_of, start_calibration
 from amct.onnx_model.comparing import Pair, onnx_output
 from amct.onnx_model.equalization import equalized
 from amct.onnx_model.folding import fold
@@ -243,7 +243,7 @@ class OnnxDoor:
         # The weights from before the folding are not needed any more, only the inputs and names of the model.
         self._source = replace(self._source, kept=None)
         self._found = self._found.without_weights()
-        balance = balance_factors(folded.model, plan, data, ranks)
+        balance = balance_of(folded.model, plan, data, ranks)
         after = find_all_layers(folded.model).found
         weights = {
             layer.name: quantize_weights(

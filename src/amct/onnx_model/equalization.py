@@ -9,7 +9,7 @@ import numpy as np
 from amct.export.onnx.layer import replace_bias, replace_weight
 from amct.export.onnx.layer_lookup import find_layers
 from amct.onnx_model.layers import float_weights
-from amct.pipeline.equalization import check_alone, equalization, one_scale_layers
+from amct.pipeline.equalization import check_alone, equalization
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,7 +33,8 @@ def equalized(
     """
     check_alone(plan)
     graph, layers, _ = find_layers(model, bindings, kept=kept)
-    found = equalization(model, graph, layers, feeds, one_scale=one_scale_layers(plan))
+    one_scale = [layer.name for layer in plan.layers if layer.has_one_scale]
+    found = equalization(model, graph, layers, feeds, one_scale=one_scale)
     for layer in layers:
         if layer.name not in found.layers:
             continue

@@ -135,12 +135,6 @@ def equalization(
     return found
 
 
-def one_scale_layers(plan: Plan) -> set[str]:
-    """The layers whose config gives all output channels one weight scale."""
-    weights = {layer.name: layer.weight for layer in plan.layers}
-    return {name for name, each in weights.items() if each is not None and not each.channel_wise}
-
-
 def check_alone(plan: Plan) -> None:
     """Refuse equalization together with DMQ, which scales the same channels.
 

@@ -285,7 +285,7 @@ def quantize_weights(
     return QuantizedWeights(weights=tuple(found), can_pack=can_pack)
 
 
-def balance_factors(plan: LayerPlan, source: FloatWeight, maximum: Tensor) -> Tensor:
+def layer_balance(plan: LayerPlan, source: FloatWeight, maximum: Tensor) -> Tensor:
     """DMQ's factors of one layer, from the largest activation of each of its input channels.
 
     Raises:

@@ -13,7 +13,7 @@ from amct.calibration import ALONE, BalanceSession, CalibrationSession, RecordFi
 from amct.calibration.streams import plan_streams
 from amct.export.check.batch import batch_path, encode_batch, kept_inputs
 from amct.pipeline.flow import BALANCE
-from amct.pipeline.weights import balance_factors
+from amct.pipeline.weights import layer_balance
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import float_weights
 from amct.pytorch.folding import fuse
@@ -180,7 +180,7 @@ def balancing_model(
 
     def update(maxima: Mapping[str, Tensor]) -> None:
         found = [name for name in order if name in maxima]
-        on_factors({name: balance_factors(plans[name], parts[name], maxima[name]) for name in found})
+        on_factors({name: layer_balance(plans[name], parts[name], maxima[name]) for name in found})
 
     session = BalanceSession(order, update, ranks=ranks, batch_num=batch_num)
     for name in order:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from amct.errors import ExportError
 from amct.export.onnx.layer_lookup import find_layers
-from amct.pipeline.equalization import check_alone, equalization, one_scale_layers
+from amct.pipeline.equalization import check_alone, equalization
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import float_weights, put_weights
 from amct.pytorch.onnx.float_onnx import float_onnx
@@ -51,7 +51,8 @@ def equalized(traced: Traced, fused: Fused, plan: Plan, batches: Iterable[Argume
             tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
             yield {name: as_array(tensor) for name, tensor in zip(traced.names.inputs, tensors, strict=True)}
 
-    found = equalization(onnx.model, graph, layers, feeds(), one_scale=one_scale_layers(plan))
+    one_scale = [layer.name for layer in plan.layers if layer.has_one_scale]
+    found = equalization(onnx.model, graph, layers, feeds(), one_scale=one_scale)
     model = copy_model(fused.model, share_tensors=True)
     for name in found.layers:
         module = layer_module(model, name)

@@ -23,7 +23,7 @@ from amct.errors import ModelError
 from amct.numerics.observer import MinMaxObserver
 from amct.pytorch.call_sites import CallSite, OperationWatch, all_values
 from amct.pytorch.capture.cached_trace import tensor_fingerprint
-from amct.pytorch.capture.functional_layers import layer_module, layer_name, stored_tensors
+from amct.pytorch.capture.functional_layers import layer_module, layer_name, named_tensors
 from amct.pytorch.capture.program import plain_name, quiet_exporters, uncompiled
 from amct.pytorch.capture.program_graph import call_name
 from amct.pytorch.inputs import example_inputs
@@ -273,7 +273,7 @@ def _program_inputs(program: ExportedProgram, model: nn.Module, leaves: Sequence
     Parameters and buffers are those of the model, whose values may be others than those that were captured.
     """
     remaining = iter(leaves)
-    current = stored_tensors(model)
+    current = named_tensors(model)
     given: list[Any] = []
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:

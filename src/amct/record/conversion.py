@@ -179,7 +179,7 @@ class _Entry(BaseModel):
         return Observed(scale=found.scale, offset=found.offset, bits=found.bits, balance=balance, mean=mean)
 
 
-class _Document(BaseModel):
+class _TensorsDocument(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     version: Literal[1]
     tensors: dict[str, _Entry]
@@ -207,7 +207,7 @@ def read_tensor_qparams(path: str | os.PathLike[str]) -> dict[str, Observed]:
     """
     content = read_bytes(path)
     try:
-        document = _Document.model_validate_json(content)
+        document = _TensorsDocument.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the whole file"

@@ -198,7 +198,7 @@ def _record_from_message(
     Raises:
         RecordParseError: An entry has no key or no value, or contradicts itself.
     """
-    reader = _Reader() if text is None else _Reader.of(text)
+    reader = _RecordReader() if text is None else _RecordReader.of(text)
     record: Any = (_read_pytorch if kind is Record else _read_caffe)(message, reader)
     if reader.problems:
         raise RecordParseError.from_problems(reader.problems)
@@ -222,7 +222,7 @@ def _message_of(record: AnyRecord) -> Message:
 
 
 @dataclass
-class _Reader:
+class _RecordReader:
     """Reads the entries of a message; problems are collected, so that they are reported together.
 
     A binary file has no positions.
@@ -235,7 +235,7 @@ class _Reader:
     problems: list[Problem] = field(default_factory=list)
 
     @classmethod
-    def of(cls, text: TextMessage) -> _Reader:
+    def of(cls, text: TextMessage) -> _RecordReader:
         """A reader with the positions of each layer and of the last occurrence of each of its fields."""
         entries: list[TextMessage] = text.all("record")
         positions: dict[tuple[str, str], Position] = {}
@@ -306,7 +306,7 @@ def _naming(where: str) -> Iterator[None]:
 # -- PyTorch -----------------------------------------------------------------------------------------------------------
 
 
-def _read_pytorch(message: Any, reader: _Reader) -> Record:  # noqa: ANN401 - generated class
+def _read_pytorch(message: Any, reader: _RecordReader) -> Record:  # noqa: ANN401 - generated class
     layers: dict[str, LayerRecord] = {}
     kv_cache: dict[str, KvCacheRecord] = {}
     for name, part, content, _ in reader.entries(message, "value", "kv_cache_value"):
@@ -329,7 +329,7 @@ def _read_pytorch(message: Any, reader: _Reader) -> Record:  # noqa: ANN401 - ge
     return Record(layers, kv_cache, tuple(prune), order=tuple(dict.fromkeys(entry.key for entry in message.record)))
 
 
-def _layer(name: str, value: Any, reader: _Reader) -> LayerRecord:  # noqa: ANN401 - generated class
+def _layer(name: str, value: Any, reader: _RecordReader) -> LayerRecord:  # noqa: ANN401 - generated class
     content = _set_fields(value, _LAYER_FIELDS)
     dst_type = content.get("dst_type")
     for own in ("act_type", "wts_type"):
@@ -433,13 +433,13 @@ def _bytes(text: str) -> bytes:
 # -- Caffe -------------------------------------------------------------------------------------------------------------
 
 
-def _read_caffe(message: Any, reader: _Reader) -> CaffeRecord:  # noqa: ANN401 - generated class
+def _read_caffe(message: Any, reader: _RecordReader) -> CaffeRecord:  # noqa: ANN401 - generated class
     return CaffeRecord(
         {name: _caffe_layer(name, value, reader, where) for name, _, value, where in reader.entries(message, "value")}
     )
 
 
-def _caffe_layer(name: str, value: Any, reader: _Reader, where: Position | None) -> CaffeLayerRecord:  # noqa: ANN401 - generated class
+def _caffe_layer(name: str, value: Any, reader: _RecordReader, where: Position | None) -> CaffeLayerRecord:  # noqa: ANN401 - generated class
     inputs = [DataFactors(**_set_fields(factors, _INPUT_FIELDS)) for factors in value.record_d]
     indices = [factors.index for factors in inputs]
     if len(set(indices)) != len(indices):

@@ -172,7 +172,7 @@ _COMPUTING = frozenset({"run", "forward", "function", "compute", "convolve", "st
 """Methods that define what a layer computes."""
 
 
-def form_of(layer_class: type[Layer]) -> Callable[[Any, Place], None] | None:
+def onnx_form_of(layer_class: type[Layer]) -> Callable[[Any, Place], None] | None:
     """The method ``to_onnx`` of a layer class; None if it has none.
 
     A subclass that computes something of its own does not have that of its base.

@@ -206,7 +206,7 @@ def build_plan(graph: NetGraph, start: int, end: int, *, literal: bool, kept: Co
         kept: None to keep every blob, else the blobs to keep.
     """
     nodes = graph.nodes[start : end + 1]
-    chains = {} if literal else find_chains(nodes, kept)
+    chains = {} if literal else fusible_chains(nodes, kept)
     merged = {node.index for chain in chains.values() for node in chain.nodes[1:]}
     steps = []
     for node in nodes:
@@ -324,13 +324,13 @@ class FusedChain:
     def _fold(self) -> list[torch.Tensor]:
         head = self.nodes[0].layer
         kind, groups = head.fold_kind, head.fold_groups()
-        assert kind is not None, "find_chains only takes such layers as heads"
+        assert kind is not None, "fusible_chains only takes such layers as heads"
         weight, *bias = (blob.tensor for blob in head.blobs)
         parts = [affine for node in self.affine if (affine := node.layer.channel_affine()) is not None]
         return [*scaled_outputs(weight, bias[0] if bias else None, kind, groups, reduce(ChannelAffine.then, parts))]
 
 
-def find_chains(nodes: list[LayerNode], kept: Collection[int] | None) -> dict[int, FusedChain]:
+def fusible_chains(nodes: list[LayerNode], kept: Collection[int] | None) -> dict[int, FusedChain]:
     """The chains, by the index of their first layer."""
     readers: dict[int, list[LayerNode]] = {}
     for node in nodes:

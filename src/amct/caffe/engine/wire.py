@@ -67,7 +67,7 @@ class StoredState:
     current_step: int = 0
 
 
-class _Reader:
+class _WireReader:
     """Reads the fields of one message, at a position of the file."""
 
     def __init__(self, data: bytes | memoryview, source: str, start: int = 0, end: int | None = None) -> None:
@@ -93,8 +93,8 @@ class _Reader:
             shift += 7
         raise self.fail("a number is too long")
 
-    def fields(self) -> Iterator[tuple[int, int, int | _Reader]]:
-        """Each field as (number, wire type, value); a length-delimited value is a _Reader."""
+    def fields(self) -> Iterator[tuple[int, int, int | _WireReader]]:
+        """Each field as (number, wire type, value); a length-delimited value is a _WireReader."""
         while self.position < self.end:
             key = self.varint()
             number, kind = key >> 3, key & 7
@@ -109,13 +109,13 @@ class _Reader:
             else:
                 raise self.fail(f"unknown wire type {kind}")
 
-    def _take(self, size: int, problem: str) -> _Reader:
+    def _take(self, size: int, problem: str) -> _WireReader:
         left = self.end - self.position
         if size > left:
             raise self.fail(problem.format(size=size, left=left))
         start = self.position
         self.position += size
-        return _Reader(self.data, self.source, start, self.position)
+        return _WireReader(self.data, self.source, start, self.position)
 
     def bytes(self) -> memoryview:
         return self.data[self.position : self.end]
@@ -131,8 +131,8 @@ def read_weights(data: bytes | memoryview, source: str) -> list[StoredLayer]:
         ParseError: The bytes are not a caffemodel.
     """
     layers = []
-    for number, _, value in _Reader(data, source).fields():
-        if isinstance(value, _Reader):
+    for number, _, value in _WireReader(data, source).fields():
+        if isinstance(value, _WireReader):
             if number == _NET_LAYER:
                 layers.append(_layer(value, _LAYER_NAME, _LAYER_BLOBS))
             elif number == _NET_LAYERS_V1:
@@ -146,7 +146,7 @@ def read_blob(data: bytes | memoryview, source: str) -> StoredBlob:
     Raises:
         ParseError: The bytes are not a BlobProto.
     """
-    return _blob(_Reader(data, source))
+    return _blob(_WireReader(data, source))
 
 
 def read_solver_state(data: bytes | memoryview, source: str) -> StoredState:
@@ -156,7 +156,7 @@ def read_solver_state(data: bytes | memoryview, source: str) -> StoredState:
         ParseError: The bytes are not a SolverState.
     """
     state = StoredState()
-    for number, _, value in _Reader(data, source).fields():
+    for number, _, value in _WireReader(data, source).fields():
         if isinstance(value, int):
             if number == _STATE_ITER:
                 state.iteration = _signed(value)
@@ -183,10 +183,10 @@ def state_parts(
     return parts
 
 
-def _layer(reader: _Reader, name_field: int, blobs_field: int) -> StoredLayer:
+def _layer(reader: _WireReader, name_field: int, blobs_field: int) -> StoredLayer:
     layer = StoredLayer("")
     for number, _, value in reader.fields():
-        if not isinstance(value, _Reader):
+        if not isinstance(value, _WireReader):
             continue
         if number == name_field:
             layer.name = value.text()
@@ -197,13 +197,13 @@ def _layer(reader: _Reader, name_field: int, blobs_field: int) -> StoredLayer:
     return layer
 
 
-def _v1_layer(reader: _Reader) -> StoredLayer:
+def _v1_layer(reader: _WireReader) -> StoredLayer:
     start = reader.position
     layer = _layer(reader, _V1_NAME, _V1_BLOBS)
     if layer.blobs or layer.name:
         return layer
-    for number, _, value in _Reader(reader.data, reader.source, start, reader.end).fields():
-        if number == _V1_V0_LAYER and isinstance(value, _Reader):
+    for number, _, value in _WireReader(reader.data, reader.source, start, reader.end).fields():
+        if number == _V1_V0_LAYER and isinstance(value, _WireReader):
             return _layer(value, _V0_NAME, _V0_BLOBS)
     return layer
 
@@ -227,7 +227,7 @@ class _BlobParts:
 _DTYPES: dict[int, npt.DTypeLike] = {_BLOB_DATA: "<f4", _BLOB_DOUBLE: "<f8", _BLOB_INT8: np.int8}
 
 
-def _blob(reader: _Reader) -> StoredBlob:
+def _blob(reader: _WireReader) -> StoredBlob:
     parts = _BlobParts()
     for number, kind, value in reader.fields():
         if isinstance(value, int):
@@ -248,7 +248,7 @@ def _blob(reader: _Reader) -> StoredBlob:
     return _finish_blob(parts, reader)
 
 
-def _take_numbers(parts: _BlobParts, number: int, kind: int, value: _Reader) -> None:
+def _take_numbers(parts: _BlobParts, number: int, kind: int, value: _WireReader) -> None:
     if kind == LENGTH:
         size = np.dtype(_DTYPES[number]).itemsize
         content = value.bytes()
@@ -259,7 +259,7 @@ def _take_numbers(parts: _BlobParts, number: int, kind: int, value: _Reader) -> 
         parts.loose.setdefault(number, bytearray()).extend(value.bytes())
 
 
-def _finish_blob(parts: _BlobParts, reader: _Reader) -> StoredBlob:
+def _finish_blob(parts: _BlobParts, reader: _WireReader) -> StoredBlob:
     for number, content in parts.loose.items():
         parts.pieces.setdefault(number, []).append(np.frombuffer(bytes(content), _DTYPES[number]))
     order = (_BLOB_INT8, _BLOB_INT32, _BLOB_DOUBLE, _BLOB_DATA)
@@ -274,7 +274,7 @@ def _finish_blob(parts: _BlobParts, reader: _Reader) -> StoredBlob:
     return StoredBlob(shape, values, legacy)
 
 
-def _raw_values(content: memoryview, kind: int, reader: _Reader) -> Array:
+def _raw_values(content: memoryview, kind: int, reader: _WireReader) -> Array:
     if kind not in _RAW_DTYPES:
         raise reader.fail(f"raw_data of type {kind}, expected 0 (double), 1 (float) or 2 (float16),")
     dtype = np.dtype(_RAW_DTYPES[kind])
@@ -283,7 +283,7 @@ def _raw_values(content: memoryview, kind: int, reader: _Reader) -> Array:
     return np.frombuffer(content, dtype)
 
 
-def _dims(reader: _Reader) -> list[int]:
+def _dims(reader: _WireReader) -> list[int]:
     dims: list[int] = []
     for number, _, value in reader.fields():
         if number == 1:
@@ -291,7 +291,7 @@ def _dims(reader: _Reader) -> list[int]:
     return dims
 
 
-def _varints(reader: _Reader) -> list[int]:
+def _varints(reader: _WireReader) -> list[int]:
     values = []
     while reader.position < reader.end:
         values.append(_signed(reader.varint()))

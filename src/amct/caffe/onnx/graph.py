@@ -25,7 +25,7 @@ from amct.caffe.engine.layers.input import DummyData, Input, Parameter
 from amct.caffe.engine.layers.losses import LossLayer
 from amct.caffe.engine.messages import located_in, read_message
 from amct.caffe.engine.net import Net
-from amct.caffe.engine.onnx_place import FollowsBatchError, Place, form_of
+from amct.caffe.engine.onnx_place import FollowsBatchError, Place, onnx_form_of
 from amct.errors import AmctError, ArgumentError, ExportError, did_you_mean
 from amct.export.formats import save_model
 from amct.export.onnx.messages import GraphWriter, check_valid, reads
@@ -263,7 +263,7 @@ class _Export:
                 f'layer "{layer.name}" ({layer.type}) reads blob "{self.net.graph.blob_names[missing[0]]}", which is '
                 "written by a layer that has no ONNX form; name the blobs to end at in outputs"
             )
-        form = form_of(type(layer))
+        form = onnx_form_of(type(layer))
         if form is None:
             raise ExportError(_no_form(layer))
         tops = [self.writer.tensor(f"{self.net.graph.blob_names[index]}.{layer.name}") for index in node.tops]

@@ -63,7 +63,7 @@ def export_net(
         RecordError: The record belongs to another model, or a layer lacks the factors of its input.
         ExportError: The factors of a layer do not fit it, or the exporter rejects the model.
     """
-    parts, chosen = _Parts.of(form, layers), options or ExportOptions()
+    parts, chosen = _SortedQParams.of(form, layers), options or ExportOptions()
     is_qdq = name == "qdq"
     request = ExportRequest(
         model=form.model,
@@ -130,7 +130,7 @@ def _node_name(layer: str, index: int) -> str:
 
 
 @dataclass(eq=False)
-class _Parts:
+class _SortedQParams:
     """The quantization parameters of a record, sorted into layers, tensors and skipped layers for the exporter."""
 
     exported: NetOnnx
@@ -145,7 +145,7 @@ class _Parts:
         self._layers = {layer.name: layer for layer in self.exported.net.layers}
 
     @classmethod
-    def of(cls, form: NetOnnx, layers: Mapping[str, LayerQParams]) -> _Parts:
+    def of(cls, form: NetOnnx, layers: Mapping[str, LayerQParams]) -> _SortedQParams:
         """Combine the float ONNX form of a net with the parameters of its layers."""
         parts = cls(form)
         for name, qparams in layers.items():
@@ -219,7 +219,7 @@ class _Parts:
             self.data_only.setdefault(layer.name, []).append((bottoms[index], own))
 
 
-def _with_data_only(result: ExportedModel, exported: NetOnnx, parts: _Parts, target: Target) -> ExportedModel:
+def _with_data_only(result: ExportedModel, exported: NetOnnx, parts: _SortedQParams, target: Target) -> ExportedModel:
     """Quantize the inputs of data-only layers with the parameters of the record."""
     if not parts.data_only:
         return result

@@ -112,7 +112,7 @@ def equalization_proposal(graph: QuantGraph, reference: Reference) -> str | None
     The folded float net is equalized, quantized and calibrated on these few batches and run as the simulation.
     """
     known = [each for each in reference.batches if each.expected is not None and each.simulated is not None]
-    factors = find_factors(graph.model, (each.inputs for each in known), one_scale=one_scale_layers(graph))
+    factors = find_factors(graph.model, (each.inputs for each in known), one_scale=graph.one_scale_layers())
     if not factors:
         return None
     trial = replace(graph, model=graph.model.copy(), weights={})
@@ -136,12 +136,6 @@ def equalization_proposal(graph: QuantGraph, reference: Reference) -> str | None
         if old is None and second.share >= first.share + LEAST_MORE_BOXES:
             return f"equalize=True (--equalize): {second}, instead of {first.found}, {on}"
     return None
-
-
-def one_scale_layers(graph: QuantGraph) -> set[str]:
-    """The layers whose config gives all output channels one weight scale."""
-    weights = {name: layer.weight for name, layer in graph.plans().items()}
-    return {name for name, each in weights.items() if each is not None and not each.channel_wise}
 
 
 @dataclass(frozen=True, kw_only=True)

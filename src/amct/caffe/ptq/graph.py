@@ -114,37 +114,31 @@ class QuantGraph:
             for head, folded in self.fusion.folded.items():
                 logger.debug("fusion: %s <- %s", head, ", ".join(folded))
 
+    def one_scale_layers(self) -> list[str]:
+        """The quantized layers that have one weight scale for all output channels."""
+        return [name for name, layer in self.plans().items() if layer.has_one_scale]
+
     def quantize_weights(self) -> None:
         """Quantize the weights of the model."""
         self.weights = {
-            name: quantize_weights(
-                self.model.layer(name),
-                self.model.weights[name],
-                layer.weight,
-                rounding=layer.weight_rounding,
-                scale=layer.weight_scale,
-            )
+            name: self._quantized(layer)
             for name, layer in self.plans().items()
             if self.model.layer(name).type in (*FEEDFORWARD_TYPES, *RECURRENT_TYPES)
         }
+
+    def _quantized(self, plan: LayerPlan) -> QuantizedWeights:
+        layer, blobs = self.model.layer(plan.name), self.model.weights[plan.name]
+        return quantize_weights(layer, blobs, plan.weight, rounding=plan.weight_rounding, scale=plan.weight_scale)
 
     def with_plan(self, plan: Plan) -> QuantGraph:
         """The same folded model with another plan: the weights of layers whose settings differ are quantized anew."""
         made = replace(self, plan=plan, weights={})
         before = self.plans()
         for name, layer in made.plans().items():
-            known = self.weights.get(name)
-            if known is None:
-                continue
-            if before[name].weight != layer.weight:
-                known = quantize_weights(
-                    self.model.layer(name),
-                    self.model.weights[name],
-                    layer.weight,
-                    rounding=layer.weight_rounding,
-                    scale=layer.weight_scale,
-                )
-            made.weights[name] = known
+            known, old = self.weights.get(name), before.get(name, layer)
+            if known is not None:
+                same = (old.weight, old.weight_rounding) == (layer.weight, layer.weight_rounding)
+                made.weights[name] = known if same else self._quantized(layer)
         return made
 
     def calibration_file(self) -> Path:

@@ -42,7 +42,7 @@ UPDATE_KEYS = frozenset({"update_bn", UPDATE_KEY})
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Globals(CheckedSettings):
+class _CaffeGlobals(CheckedSettings):
     version: Version = 1
     batch_num: AtLeastOne = 1
     activation_offset: Switch = True
@@ -64,7 +64,7 @@ class CaffePtq(PtqDialect):
     schema = "caffe_config"
     types = CAFFE_TYPES
     weight = CAFFE_WEIGHT
-    globals = _Globals
+    globals = _CaffeGlobals
     optional_globals = frozenset({JOINT_KEY, *UPDATE_KEYS, *ROUNDING_KEYS})
     part_name = "layer"
     activation_bits = CAFFE_ACTIVATION_BITS

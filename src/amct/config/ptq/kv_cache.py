@@ -83,7 +83,7 @@ class KvCachePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Globals(CheckedSettings):
+class _KvCacheGlobals(CheckedSettings):
     batch_num: AtLeastOne = 1
     activation_offset: Switch = True
 
@@ -93,7 +93,7 @@ class KvCacheDialect(Dialect):
 
     message = "AMCTPytorchQuantCaliProto.AMCTQuantCaliConfig"
     schema = "pytorch"
-    globals = _Globals
+    globals = _KvCacheGlobals
     part_name = "module"
 
     @property
@@ -125,12 +125,14 @@ class KvCacheDialect(Dialect):
         names = tuple(Named(name) for name in quant_layers.get(LAYERS_ARGUMENT, ()))
         _check_names(names, "quant_layers", model, problems)
         choices = {each.name: Choice(None, Origin(Level.ARGUMENT)) for each in names}
-        empty = FullConfig(source="create_quant_cali_config", fields=asdict(_Globals()), layers=())
+        empty = FullConfig(source="create_quant_cali_config", fields=asdict(_KvCacheGlobals()), layers=())
         return self._expand(empty, choices, model, problems)
 
     def expand_message(self, message: TextMessage, source: str, layers: LayerList, problems: ProblemList) -> FullConfig:
         """Expand a parsed simple config."""
-        fields = {key: message.get(key) if message.has(key) else value for key, value in asdict(_Globals()).items()}
+        fields = {
+            key: message.get(key) if message.has(key) else value for key, value in asdict(_KvCacheGlobals()).items()
+        }
         if fields["batch_num"] < 1:
             problems.add(f"batch_num must be at least 1, got {fields['batch_num']}", message.where("batch_num"))
         choices = _choices(message, layers, problems)

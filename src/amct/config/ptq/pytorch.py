@@ -27,7 +27,7 @@ MODE_KEY = "fakequant_precision_mode"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Globals(CheckedSettings):
+class _PytorchGlobals(CheckedSettings):
     version: Version = 1
     batch_num: AtLeastOne = 1
     activation_offset: Switch = True
@@ -47,7 +47,7 @@ class PyTorchPtq(PtqDialect):
     schema = "pytorch"
     types = PTQ_TYPES
     weight = PYTORCH_WEIGHT
-    globals = _Globals
+    globals = _PytorchGlobals
     optional_globals = frozenset({MODE_KEY, *ROUNDING_KEYS})
     part_name = "module"
     more_layer_keys = (BALANCE_KEY,)

@@ -55,7 +55,7 @@ LEAST_SAMPLES = 1 << 13
 Floats = NDArray[np.float32]
 
 
-class Samples:
+class ObservedValues:
     """The observed values of one activation, per tensor or per channel (with equally many values per channel)."""
 
     def __init__(
@@ -134,7 +134,7 @@ class Samples:
         self.range.add_known(values.size, *found)
         return True
 
-    def merge(self, other: Samples) -> None:
+    def merge(self, other: ObservedValues) -> None:
         """Add the values of ``other``, which is not changed; of batches with the same number, its own come first."""
         self.range.merge(other.range)
         if self.exact and other.exact and self.range.count <= self._exact_limit:
@@ -280,13 +280,13 @@ class SamplingObserver(RangeObserver):
     asymmetric: bool = field(init=False)
     keeps_few: bool = False
     """Store fewer values exactly."""
-    _samples: Samples = field(init=False, repr=False)
+    _samples: ObservedValues = field(init=False, repr=False)
     _planned_batches: int | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         self.bits, self.asymmetric = self.settings.num_bits, self.settings.asymmetric
         super().__post_init__()
-        self._samples = Samples(self.channel_axis, bits=self.bits, keeps_few=self.keeps_few)
+        self._samples = ObservedValues(self.channel_axis, bits=self.bits, keeps_few=self.keeps_few)
         self._range = self._samples.range
 
     def sample_for(self, batches: int | None) -> None:

@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from amct.errors import ModelError
-from amct.pytorch.capture.functional_layers import layer_module, layer_name, stored_tensors
+from amct.pytorch.capture.functional_layers import layer_module, layer_name, named_tensors
 from amct.pytorch.capture.layer_types import layer_type
 from amct.pytorch.capture.program import plain_name
 from amct.pytorch.onnx.lowering.program import Memory, without_mutation
@@ -264,7 +264,7 @@ class RegionProgram:
 
     def constants(self, model: nn.Module) -> Constants:
         """Parameters and buffers of a model that has the program's modules, such as the folded one."""
-        stored = stored_tensors(model)
+        stored = named_tensors(model)
         values: Values = {}
         for node in self._program.graph.nodes:
             if node.op == "get_attr":

@@ -174,7 +174,7 @@ def _key(model: nn.Module, inputs: ExampleInputs, names: IoNames, *, compared: C
     forms = [(tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in tensors]
     try:
         values = [tensor_fingerprint(leaf) for leaf in tensors] if compared == "values" else None
-        found = fingerprint(model, others, compared=compared)
+        found = fingerprint_of(model, others, compared=compared)
     except NotComparableError as error:
         logger.debug("%s is traced at every call, because it cannot be compared: %s", type(model).__name__, error)
         return None
@@ -199,7 +199,7 @@ class NotComparableError(Exception):
     """Part of a model can only be compared by identity, although its state may change."""
 
 
-def fingerprint(*values: object, compared: Compared = "identity") -> Fingerprint:
+def fingerprint_of(*values: object, compared: Compared = "identity") -> Fingerprint:
     """The fingerprint of objects.
 
     Raises:
@@ -208,7 +208,7 @@ def fingerprint(*values: object, compared: Compared = "identity") -> Fingerprint
     written = _Digest()
     owners = [value for value in values if isinstance(value, nn.Module)]
     stored = {id(tensor) for owner in owners for tensor in (*owner.parameters(), *owner.buffers())}
-    parts = _Parts(written, compared, stored)
+    parts = _PartsPickler(written, compared, stored)
     try:
         parts.dump(values)
     except NotComparableError:
@@ -254,7 +254,7 @@ class _Digest:
         return size
 
 
-class _Parts(pickle.Pickler):
+class _PartsPickler(pickle.Pickler):
     """Writes objects as the parts from which they could be built; what is compared by identity becomes a reference."""
 
     def __init__(self, file: _Digest, compared: Compared, stored: Collection[int]) -> None:

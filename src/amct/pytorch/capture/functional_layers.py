@@ -260,7 +260,7 @@ def layer_name(path: str) -> str:
     return path.replace(_PREFIX, "")
 
 
-def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers by name; those of a functional layer begin with its name."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {layer_name(name): tensor for name, tensor in named}
@@ -323,7 +323,7 @@ def find_functional_layers(model: nn.Module, inputs: ExampleInputs, *, stored: b
 
 
 @dataclass
-class _Found:
+class _FoundCalls:
     """The calls on one part of a parameter."""
 
     parameter: Tensor
@@ -371,7 +371,7 @@ class _Finder:
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._constants = _Constants({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-        self._found: dict[tuple[str, AnyPart], _Found] = {}
+        self._found: dict[tuple[str, AnyPart], _FoundCalls] = {}
         self._parts: dict[str, str] = {}
         self._running: list[nn.Module] = []
         self._called: set[str] = set()
@@ -412,7 +412,7 @@ class _Finder:
         if channels is None:
             self._parts[name] = f"a part of {name} that is not a range of its output channels is used"
             return
-        before = self._found.setdefault((name, channels), _Found(parameter, call))
+        before = self._found.setdefault((name, channels), _FoundCalls(parameter, call))
         before.calls += 1
         before.problem = before.problem or self._problem(before.call, call, channels)
 

@@ -20,7 +20,7 @@ from amct.pytorch.capture.layer_types import is_layer, layer_type, type_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from amct.pytorch.capture.program_reader import ModuleCall, Operation, Program, Value
+    from amct.pytorch.capture.program_reader import ModuleCall, Operation, Program, ProgramTensor
 
 WEIGHTED_OPERATIONS = frozenset(
     {
@@ -46,8 +46,8 @@ class LayerCall:
     name: str
     path: str
     operations: list[Operation] = field(default_factory=list)
-    inputs: tuple[Value, ...] = ()
-    outputs: tuple[Value, ...] = ()
+    inputs: tuple[ProgramTensor, ...] = ()
+    outputs: tuple[ProgramTensor, ...] = ()
     problem: str | None = None
     exact: bool = False
     normalizes_first: bool = False
@@ -264,5 +264,5 @@ def _pads_with_zeros(operation: Operation) -> bool:
     return all(setting in ("constant", 0, None) for setting in settings)
 
 
-def _unique(values: Iterator[Value]) -> tuple[Value, ...]:
+def _unique(values: Iterator[ProgramTensor]) -> tuple[ProgramTensor, ...]:
     return tuple({id(value): value for value in values}.values())

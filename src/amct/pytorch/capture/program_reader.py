@@ -26,7 +26,7 @@ _USERS_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 @dataclass(eq=False)
-class Value:
+class ProgramTensor:
     """A tensor of the program; ``parameter`` is the qualified name of a parameter or buffer used unmodified."""
 
     name: str
@@ -45,13 +45,13 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class Operation:
-    """One operation; ``arguments`` are the positional ones, with tensors as ``Value``."""
+    """One operation; ``arguments`` are the positional ones, with tensors as ``ProgramTensor``."""
 
     kind: str  # the operation's name without namespace, overload and in-place suffix: "conv2d", "relu"
     name: str
     arguments: tuple[Any, ...]
-    operands: tuple[Value, ...]
-    results: list[Value]
+    operands: tuple[ProgramTensor, ...]
+    results: list[ProgramTensor]
     constant: bool
     callers: tuple[ModuleCall, ...]  # outermost first
     where: str  # file:line of the innermost code outside torch
@@ -59,29 +59,29 @@ class Operation:
     pointwise: bool = False  # each element of the result depends on one element of each operand, up to broadcasting
     items: list[int] = field(default_factory=list)  # of several results: the position of each in ``results``
 
-    def operand(self, position: int) -> Value | None:
+    def operand(self, position: int) -> ProgramTensor | None:
         """The tensor at a positional argument; None if it is not a tensor."""
         argument = self.arguments[position] if position < len(self.arguments) else None
-        return argument if isinstance(argument, Value) else None
+        return argument if isinstance(argument, ProgramTensor) else None
 
     @property
     def settings(self) -> tuple[Any, ...]:
         """The positional arguments that are not tensors."""
-        return tuple(argument for argument in self.arguments if not isinstance(argument, Value))
+        return tuple(argument for argument in self.arguments if not isinstance(argument, ProgramTensor))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """Inputs, operations in execution order, outputs."""
 
-    inputs: Sequence[Value]
+    inputs: Sequence[ProgramTensor]
     operations: Sequence[Operation]
-    outputs: Sequence[Value]
+    outputs: Sequence[ProgramTensor]
 
 
 def read_program(program: ExportedProgram) -> Program:
     """Read every operation that returns a tensor; size arithmetic and assertions are omitted."""
-    reader = _Reader(program)
+    reader = _ProgramReader(program)
     outputs = reader.read()
     returned = set(program.graph_signature.user_outputs)
     return Program(
@@ -92,14 +92,14 @@ def read_program(program: ExportedProgram) -> Program:
 
 
 @dataclass(eq=False)
-class _Reader:
+class _ProgramReader:
     program: ExportedProgram
-    inputs: list[Value] = field(default_factory=list)
+    inputs: list[ProgramTensor] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
-    known: dict[fx.Node, Value | Operation] = field(default_factory=dict)
+    known: dict[fx.Node, ProgramTensor | Operation] = field(default_factory=dict)
     """The value of a node, or the operation with several results that are not unpacked yet."""
 
-    def read(self) -> list[Value]:
+    def read(self) -> list[ProgramTensor]:
         """Read the graph; returns its outputs."""
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
@@ -108,7 +108,7 @@ class _Reader:
                 self._call(node)
             elif node.op == "output":
                 found = (self.known.get(source) for source in node.all_input_nodes)
-                return [value for value in found if isinstance(value, Value) and value.shape is not None]
+                return [value for value in found if isinstance(value, ProgramTensor) and value.shape is not None]
         return []
 
     def __post_init__(self) -> None:
@@ -122,7 +122,9 @@ class _Reader:
 
     def _placeholder(self, node: fx.Node) -> None:
         stored = self.stored.get(node.name)
-        value = Value(node.name, constant=stored is not None, parameter=stored, shape=_shape(node.meta.get("val")))
+        value = ProgramTensor(
+            node.name, constant=stored is not None, parameter=stored, shape=_shape(node.meta.get("val"))
+        )
         self.known[node] = value
         if stored is None and value.shape is not None:
             self.inputs.append(value)
@@ -137,7 +139,7 @@ class _Reader:
     def _operation(self, node: fx.Node) -> None:
         arguments: Any = fx.map_arg(node.args, self._resolved)  # type: ignore[arg-type]  # maps to any type
         found = (self.known.get(source) for source in node.all_input_nodes)
-        operands = tuple(value for value in found if isinstance(value, Value) and value.shape is not None)
+        operands = tuple(value for value in found if isinstance(value, ProgramTensor) and value.shape is not None)
         made = Operation(
             kind=_kind(node),
             name=node.name,
@@ -155,15 +157,15 @@ class _Reader:
         if shape is None:
             self.known[node] = made
         else:
-            made.results.append(Value(made.name, constant=made.constant, shape=shape))
+            made.results.append(ProgramTensor(made.name, constant=made.constant, shape=shape))
             self.known[node] = made.results[0]
 
-    def _resolved(self, node: fx.Node) -> Value | str:
+    def _resolved(self, node: fx.Node) -> ProgramTensor | str:
         value = self.known.get(node)
-        return value if isinstance(value, Value) and value.shape is not None else node.name
+        return value if isinstance(value, ProgramTensor) and value.shape is not None else node.name
 
     def _item(self, node: fx.Node, source: Operation) -> None:
-        value = Value(node.name, constant=source.constant, shape=_shape(node.meta.get("val")))
+        value = ProgramTensor(node.name, constant=source.constant, shape=_shape(node.meta.get("val")))
         source.results.append(value)
         source.items.append(int(node.args[1]))  # type: ignore[arg-type]  # getitem of a tuple
         self.known[node] = value

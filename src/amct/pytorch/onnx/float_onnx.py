@@ -30,7 +30,7 @@ from amct.model.kinds import KIND_OF_TORCH_TYPE, LayerKind
 from amct.model.operators import WITH_BIAS
 from amct.numerics.arq import reorder_gates
 from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.capture.functional_layers import layer_module, layer_name, stored_tensors
+from amct.pytorch.capture.functional_layers import layer_module, layer_name, named_tensors
 from amct.pytorch.capture.program import quiet_exporters
 from amct.pytorch.onnx.lowering.assembly import Lowered
 from amct.pytorch.onnx.lowering.program import lower
@@ -95,7 +95,7 @@ def float_onnx(
             f"{traced.failure}. Calibration works without; to export, express this by operations on tensors, or "
             'quantize a part of the model by its name (part="backbone")'
         )
-    stored = stored_tensors(fused.model)
+    stored = named_tensors(fused.model)
     lowered = _lowered(traced.program, traced.names, stored, max(opset, _LOWEST_WRITTEN))
     kinds = {name: KIND_OF_TORCH_TYPE[facts.type] for name, facts in traced.layers.items()}
     calls = {name: facts.calls for name, facts in traced.layers.items()}
@@ -129,7 +129,7 @@ def trace_for_files(
 def _why_not_lowered(traced: Traced) -> str | None:
     """Why our own rules cannot write a captured program; None if they can."""
     assert traced.program is not None
-    stored = stored_tensors(traced.model)
+    stored = named_tensors(traced.model)
     try:
         try:
             lower(traced.program, traced.names, stored, _LOWEST_WRITTEN)
@@ -170,7 +170,7 @@ def _lowered_without_writes(
 def _untied(model: nn.Module, stored: dict[str, torch.Tensor], layers: Collection[str]) -> frozenset[str]:
     """The weights of layers that replaced one which other modules share (an embedding); ``stored`` gets that one."""
     sharing: dict[int, list[str]] = {}
-    for name, tensor in stored_tensors(model).items():
+    for name, tensor in named_tensors(model).items():
         if name in stored:  # not that of a folded batch norm
             sharing.setdefault(id(tensor), []).append(name)
     found: set[str] = set()

@@ -18,7 +18,7 @@ from amct.config.layers import SELECTIVE_PRUNE_TYPES, LayerInfo, LayerList
 from amct.model import Skip
 from amct.numerics.pruning import ASCEND_CHANNELS, balanced_l2_scores, lowest_channels, remaining_channels
 from amct.numerics.settings import FilterPruneSettings
-from amct.pytorch.capture.program_reader import Operation, Program, Value
+from amct.pytorch.capture.program_reader import Operation, Program, ProgramTensor
 from amct.pytorch.pruning.channels import argument, described, positive
 from amct.pytorch.pruning.cutting import node_type
 from amct.pytorch.pruning.propagation import program_of
@@ -119,7 +119,7 @@ class ChainFinder:
             self._end(self._of(value), "its channels are an output of the model")
         return self._chains
 
-    def _of(self, value: Value | None) -> _Tensor:
+    def _of(self, value: ProgramTensor | None) -> _Tensor:
         """What a tensor carries, without chains that have ended."""
         tensor = self._tensors.get(id(value), _Tensor())
         carried = [_Carried(self._current(each.chain), each.begin, each.end) for each in tensor.carried]
@@ -247,7 +247,7 @@ class ChainFinder:
 
     def _added(self, operation: Operation) -> _Tensor:
         """Two chains are merged if each operand carries exactly one, along the same axis."""
-        values = [value for value in operation.arguments[:2] if isinstance(value, Value)]
+        values = [value for value in operation.arguments[:2] if isinstance(value, ProgramTensor)]
         tensors = [self._of(value) for value in values]
         both = len(tensors) == 2 and all(len(tensor.carried) == 1 for tensor in tensors)
         if not both or tensors[0].axis != tensors[1].axis or not _same_range(tensors):
@@ -267,7 +267,7 @@ class ChainFinder:
         self._chains.remove(second)
 
     def _concatenated(self, operation: Operation) -> _Tensor:
-        values: Sequence[Value] = operation.arguments[0]
+        values: Sequence[ProgramTensor] = operation.arguments[0]
         tensors = [self._of(value) for value in values]
         axis = positive(argument(operation, 1, 0), len(values[0].shape or ()))
         fits = axis == 1 and all(
@@ -281,7 +281,7 @@ class ChainFinder:
             offset += int((value.shape or ())[1] or 0)
         return _Tensor(carried, 1, "cat")
 
-    def _can_concatenate(self, tensor: _Tensor, value: Value) -> bool:
+    def _can_concatenate(self, tensor: _Tensor, value: ProgramTensor) -> bool:
         if tensor.carried:
             return tensor.axis == 1 or len(value.shape or ()) == 2
         return tensor.made_by in ("conv2d", "conv_transpose2d", "linear", "cat")

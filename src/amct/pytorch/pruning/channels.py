@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from amct.pytorch.capture.program_reader import Operation, Program, Value
+    from amct.pytorch.capture.program_reader import Operation, Program, ProgramTensor
 
     Rule = Callable[["ChannelMap", Operation], Axes | list[Axes]]
 
@@ -201,13 +201,13 @@ class ChannelMap:
         """The layers that make channels, each layer once."""
         return tuple({layer.name: layer for layer in reversed(self.layers) if layer.produces}.values())[::-1]
 
-    def of(self, value: Value) -> Axes:
+    def of(self, value: ProgramTensor) -> Axes:
         """The axes of a tensor; those of a parameter are new channels."""
         if value.parameter is not None:
             return self._of_parameter(value.parameter, value)
         return self.axes.get(id(value), (None,) * len(value.shape or ()))
 
-    def _of_parameter(self, name: str, value: Value) -> Axes:
+    def _of_parameter(self, name: str, value: ProgramTensor) -> Axes:
         if name not in self.tensors:
             return (None,) * len(value.shape or ())
         if name not in self.parameters:

@@ -18,7 +18,7 @@ from amct.pytorch.pruning.rules import broadcast, unknown
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from amct.pytorch.capture.program_reader import Operation, Program, Value
+    from amct.pytorch.capture.program_reader import Operation, Program, ProgramTensor
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.pruning.channels import Axes
 
@@ -84,7 +84,7 @@ def _rule_of(operation: Operation):  # type: ignore[no-untyped-def]  # noqa: ANN
     return RULES.get(operation.kind) or (broadcast if operation.pointwise else unknown)
 
 
-def _put(channels: ChannelMap, operation: Operation, value: Value, axes: Axes) -> None:
+def _put(channels: ChannelMap, operation: Operation, value: ProgramTensor, axes: Axes) -> None:
     """Note the axes of a result; a rule that is wrong about a shape keeps its channels."""
     shape = value.shape or ()
     sizes = tuple(size if labels is None else len(labels) for labels, size in zip(axes, shape, strict=False))

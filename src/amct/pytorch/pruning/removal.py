@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from amct.pytorch.capture.program_reader import Operation, Value
+    from amct.pytorch.capture.program_reader import Operation, ProgramTensor
     from amct.pytorch.pruning.channels import Axis, ChannelMap, Labels
 
 _WEIGHTED = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -45,7 +45,7 @@ class Removal:
         """How many positions of an axis are left."""
         return size if labels is None else size - len(self.removed(labels))
 
-    def shape(self, value: Value) -> tuple[int, ...]:
+    def shape(self, value: ProgramTensor) -> tuple[int, ...]:
         """The shape of an activation or parameter after the removal."""
         axes = zip(self.channel_map.of(value), value.shape or (), strict=True)
         return tuple(self.left(labels, size or 0) for labels, size in axes)
@@ -79,7 +79,7 @@ def _macs(operation: Operation, removal: Removal) -> int:
     return math.prod(removal.shape(weight)[read:]) * math.prod(removal.shape(other))
 
 
-def _factors(operation: Operation) -> tuple[Value, int, Value] | None:
+def _factors(operation: Operation) -> tuple[ProgramTensor, int, ProgramTensor] | None:
     """What the MACs of an operation are the product of; None if it has none.
 
     Returns:
@@ -152,7 +152,7 @@ class RemovalCosts:
         return mean
 
 
-def _axes(channel_map: ChannelMap, value: Value) -> Iterator[tuple[Axis, int]]:
+def _axes(channel_map: ChannelMap, value: ProgramTensor) -> Iterator[tuple[Axis, int]]:
     return ((axis, size or 0) for axis, size in zip(channel_map.of(value), value.shape or (), strict=True))
 
 

@@ -162,7 +162,7 @@ class AntiQuant(Layer):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Found:
+class _FoundWeights:
     """Weights in the layer's layout, the int32 bias of the first bottom, and the steps of the sums of each bottom."""
 
     weight: torch.Tensor
@@ -255,7 +255,7 @@ class FakeQuantized(Layer):
             return lambda given: (call(given[0]),)
         return lambda given: [call(bottom) for call, bottom in zip(calls, given, strict=True)]
 
-    def _find(self) -> _Found | None:
+    def _find(self) -> _FoundWeights | None:
         weight, *rest = (blob.tensor.detach() for blob in self.blobs)
         device, bias = weight.device, rest[0].cpu() if rest else None
         scales = [self.input_factors[index].scale for index in range(len(self.input_factors))]
@@ -266,7 +266,7 @@ class FakeQuantized(Layer):
         integers = None
         if bias is not None:
             integers, steps[0] = integer_bias(found, bias, scales[0])
-        return _Found(
+        return _FoundWeights(
             weight=self.weight_of_rows(found.integers).to(device),
             bias=None if integers is None else integers.to(device),
             steps=[step.to(device) for step in steps],

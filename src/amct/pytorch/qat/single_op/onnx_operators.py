@@ -168,7 +168,7 @@ def quantize_and_dequantize(x: Tensor, scale: Tensor, offset: Tensor, axis: int 
     return operator("DequantizeLinear", operator("QuantizeLinear", x, offset.dtype), x.dtype)
 
 
-def quantize_weight(weight: Tensor, scale: Tensor, offset: Tensor, kind: WeightKind, groups: int) -> Tensor:
+def exported_weight(weight: Tensor, scale: Tensor, offset: Tensor, kind: WeightKind, groups: int) -> Tensor:
     """The pair of operators for a weight, with the axis of its output channels.
 
     Args:

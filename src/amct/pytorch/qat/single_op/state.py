@@ -25,7 +25,7 @@ from amct.numerics.training.quantizers import (
     valid_scale,
 )
 from amct.pytorch.qat.quantizers import mean_over_ranks
-from amct.pytorch.qat.single_op.onnx_operators import is_exporting, quantize_and_dequantize, quantize_weight
+from amct.pytorch.qat.single_op.onnx_operators import exported_weight, is_exporting, quantize_and_dequantize
 
 if TYPE_CHECKING:
     from amct.config.qat.single_op import SingleOpData, SingleOpWeights
@@ -158,7 +158,7 @@ class WeightQuantizer:
         weight, scales = getattr(module, self.weight), getattr(module, f"wts_scales{self.suffix}")
         if is_exporting():
             offsets = getattr(module, f"wts_offsets_deploy{self.suffix}")
-            return quantize_weight(weight, scales, offsets, self.kind, self.groups)
+            return exported_weight(weight, scales, offsets, self.kind, self.groups)
         # A measured scale has no gradient; that of the weight passes unchanged in both cases.
         return learned_step(weight, scales, self.settings.num_bits, kind=self.kind, groups=self.groups)
 
