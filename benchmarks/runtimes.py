@@ -29,7 +29,7 @@ import torch
 from qdq_speed import ASSETS, NETWORKS
 
 import amct.caffe
-from amct.cli.compare import first_parting
+from amct.cli.compare import PARTED, first_parting
 from amct.errors import AmctError
 from amct.export.check.integers import standard_model
 from amct.export.onnx.runtimes import PLAIN, RUNTIMES, count_integer_kernels, load
@@ -172,14 +172,22 @@ def tables(results: dict[str, Any]) -> str:
                 lines.append(f"| {file} | " + " | ".join(cell(runs[each]) for each in RUNTIMES) + " |")
         ours = found["files"][DEPLOY][INTEGERS]
         lines += ["", f"The deploy file in our integer executor: {cell(ours)}.", ""]
-        parted = [
-            f"- {file}, `{runtime}`: first at `{run['parts_at']}`; {run['beside_plain']:.1f} dB beside `{PLAIN}`"
-            for file, runs in found["files"].items()
-            for runtime, run in runs.items()
-            if run.get("parts_at")
-        ]
+        parted = partings(found["files"])
         lines += [*parted, ""] if parted else []
     return "\n".join(lines)
+
+
+def partings(files: dict[str, Any]) -> list[str]:
+    """Where runtimes whose outputs differ from those without optimizations begin to differ; equal ones in one line."""
+    lines = []
+    for file, runs in files.items():
+        found: dict[tuple[str, str], list[str]] = {}
+        for runtime, run in runs.items():
+            if run.get("parts_at") and run["beside_plain"] < PARTED:
+                found.setdefault((run["parts_at"], f"{run['beside_plain']:.0f} dB"), []).append(f"`{runtime}`")
+        lines += [f"- {file}, {', '.join(names)}: first at `{at}`; outputs {level} beside `{PLAIN}`"
+                  for (at, level), names in found.items()]  # fmt: skip
+    return lines
 
 
 def cell(run: dict[str, Any]) -> str:

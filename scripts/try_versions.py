@@ -2,6 +2,8 @@
 
     python scripts/try_versions.py 2.8.0 2.15.0
     python scripts/try_versions.py 2.8.0 --tests tests/pytorch tests/export
+    python scripts/try_versions.py 2.8.0 --python /env/bin/python     an environment that has this torch already
+    python scripts/try_versions.py 2.8.0 --table     and write the outcome into the table of the READMEs
 
 The wheels of one version take 3 to 5 GB, so this is not part of CI. The environments are kept in ``build/versions`` and
 used again; beside each lie what pip and pytest printed and pytest's results, ``torch-2.8.0.pip.log``, ``.log`` and
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
+READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
+START, END = "<!-- versions -->\n", "<!-- end -->"
+HEAD = "| torch | Python | date | passed | failed | skipped |\n| --- | --- | --- | ---: | ---: | ---: |\n"
 OWN_PINS = ("torch", "torchvision", "sympy", "networkx", "setuptools", "triton", "typing_extensions")
 """Packages whose version torch decides."""
 EXTRAS = ("test", "caffe", "demo", "docs", "assets", "dev")
@@ -115,9 +120,18 @@ def run(command: Sequence[str], log: Path, *, shown: bool, more: Mapping[str, st
         return process.wait()
 
 
-def tried(version: str, folder: Path, tests: Sequence[str], processes: int) -> Counts:
+def release_of(python: Path, version: str) -> str:
+    """The Python that an environment has, which must have this torch."""
+    code = "import platform, torch; print(platform.python_version(), torch.__version__)"
+    told = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+    release, _, found = told.stdout.strip().partition(" ")
+    if found.partition("+")[0] != version:
+        raise SystemExit(f"{python}: expected torch {version}, got {found or told.stderr.strip()[-300:]}")
+    return release.rpartition(".")[0]
+
+
+def tried(version: str, python: Path, folder: Path, tests: Sequence[str], processes: int) -> Counts:
     """Run the tests with one version; return how many passed, failed, could not be set up and were skipped."""
-    python = environment(version, folder)
     log, results = folder / f"torch-{version}.log", folder / f"torch-{version}.xml"
     results.unlink(missing_ok=True)
     pytest = [str(python), "-m", "pytest", "-q", "-m", "not assets", "-p", "no:cacheprovider", f"--junitxml={results}"]
@@ -136,6 +150,20 @@ def counted(results: Path) -> Counts:
     return Counts(total - failed - errors - skipped, failed, errors, skipped)
 
 
+def write_table(found: Sequence[tuple[str, str, Counts]]) -> None:
+    """Put the outcome of whole runs into the table of the READMEs, the newest torch first; other rows stay."""
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    for page in READMES:
+        before, _, rest = page.read_text().partition(START)
+        table, _, after = rest.partition(END)
+        rows = {tuple(cell.strip() for cell in line.split("|")[1:3]): line for line in table.splitlines()[2:]}
+        for version, release, each in found:
+            cells = (version, release, today, each.passed, each.failed + each.errors, each.skipped)
+            rows[version, release] = f"| {' | '.join(map(str, cells))} |"
+        order = sorted(rows, key=lambda key: [int(part) for part in ".".join(key).split(".")], reverse=True)
+        page.write_text(f"{before}{START}{HEAD}" + "".join(f"{rows[key]}\n" for key in order) + END + after)
+
+
 def say(line: str) -> None:
     """Print at once, also into a pipe."""
     print(line, flush=True)  # noqa: T201  what was asked for
@@ -148,18 +176,23 @@ def main() -> int:
     parser.add_argument("--tests", nargs="*", default=[], help="only these files, folders or tests")
     parser.add_argument("--processes", type=int, default=1, help="how many tests run at once; each takes one core")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions", help="where environments are kept")
+    parser.add_argument("--python", type=Path, help="of an environment with this torch and the packages of the tests")
+    parser.add_argument("--table", action="store_true", help="write the outcome of whole runs into the READMEs")
     given = parser.parse_args()
+    if given.table and given.tests:
+        parser.error("--table is for whole runs; leave --tests out")
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    found: list[tuple[str, Counts, float]] = []
+    found: list[tuple[str, str, Counts]] = []
     for version in given.versions:
-        began = time.monotonic()
-        counts = tried(version, folder, given.tests, given.processes)
-        found.append((version, counts, time.monotonic() - began))
-    for version, counts, seconds in found:
-        release = f"{sys.version_info.major}.{sys.version_info.minor}"
-        say(f"torch {version}, Python {release}: {counts} ({seconds / 60:.0f} min)")
-    return int(any(counts.failed + counts.errors or not counts.passed for _, counts, _ in found))
+        python = given.python or environment(version, folder)
+        release = release_of(python, version)
+        found.append((version, release, tried(version, python, folder, given.tests, given.processes)))
+    for version, release, counts in found:
+        say(f"torch {version}, Python {release}: {counts}")
+    if given.table:
+        write_table(found)
+    return int(any(counts.failed + counts.errors or not counts.passed for *_, counts in found))
 
 
 if __name__ == "__main__":

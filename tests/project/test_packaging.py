@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ def test_trying_another_torch_prints_the_counts_and_keeps_the_output(monkeypatch
     import try_versions
 
     monkeypatch.setattr(try_versions, "environment", lambda *_: Path(sys.executable))
+    monkeypatch.setattr(try_versions, "release_of", lambda *_: "3.11")
     (tmp_path / "test_outcomes.py").write_text(OUTCOMES)
     given = ["2.0.0", "--folder", str(tmp_path / "kept"), "--tests", str(tmp_path / "test_outcomes.py")]
     monkeypatch.setattr(sys, "argv", ["try_versions.py", *given])
@@ -83,6 +85,34 @@ def test_trying_another_torch_prints_the_counts_and_keeps_the_output(monkeypatch
     assert try_versions.main() == 0
     monkeypatch.setattr(sys, "argv", ["try_versions.py", *given[:-1], str(tmp_path / "missing.py")])
     assert try_versions.main() == 1  # a run without tests shows nothing
+
+
+def test_the_table_of_the_readmes_keeps_the_rows_of_other_versions(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import try_versions
+
+    old = "| 2.9.0 | 3.11 | 2026-01-01 | 1 | 0 | 0 |\n| 2.15.0 | 3.11 | 2026-01-01 | 2 | 1 | 0 |\n"
+    for page in try_versions.READMES:
+        assert page.read_text().count(try_versions.START) == 1
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{try_versions.START}{try_versions.HEAD}{old}{try_versions.END}\nafter\n")
+    monkeypatch.setattr(try_versions, "READMES", (page,))
+    counts = try_versions.Counts(10, 1, 1, 3)
+    try_versions.write_table([("2.9.0", "3.11", counts), ("2.10.1", "3.12", counts)])
+    rows = page.read_text().splitlines()[4:-2]
+    assert [row.split("|")[1].strip() for row in rows] == ["2.15.0", "2.10.1", "2.9.0"]
+    assert rows[2].endswith("| 10 | 2 | 3 |")
+    assert page.read_text().endswith(f"{try_versions.END}\nafter\n")
+
+
+def test_an_environment_with_another_torch_is_refused(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import try_versions
+
+    own = try_versions.release_of(Path(sys.executable), metadata.version("torch").partition("+")[0])
+    assert own == f"{sys.version_info.major}.{sys.version_info.minor}"
+    with pytest.raises(SystemExit, match=r"expected torch 0\.0\.1, got"):
+        try_versions.release_of(Path(sys.executable), "0.0.1")
 
 
 @pytest.mark.parametrize(
