@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         save_compressed_retrain_model,
         save_prune_retrain_model,
     )
+    from amct.pytorch.pruning.amct_search import auto_channel_prune_search
     from amct.pytorch.qat.amct_api import (
         create_quant_retrain_config,
         create_quant_retrain_model,
@@ -49,6 +50,7 @@ __all__ = [
     "ModelEvaluator",
     "QuantCalibrationOp",
     "accuracy_based_auto_calibration",
+    "auto_channel_prune_search",
     "create_compressed_retrain_model",
     "create_prune_retrain_model",
     "create_quant_cali_config",
@@ -81,6 +83,7 @@ __getattr__, __dir__ = lazy_names(
             "save_compressed_retrain_model",
             "save_prune_retrain_model",
         ),
+        "amct.pytorch.pruning.amct_search": ("auto_channel_prune_search",),
         "amct.pytorch.qat.amct_api": (
             "create_quant_retrain_config",
             "create_quant_retrain_model",
@@ -100,7 +103,6 @@ __getattr__, __dir__ = lazy_names(
         "amct_pytorch.tensor_decompose": ("tensor_decompose",),
     },
     missing={
-        "auto_channel_prune_search": "`amct.pytorch.prune` with `flops` and `batches`",
         **dict.fromkeys(
             ("create_distill_config", "create_distill_model", "distill", "save_distill_model"),
             "`amct.pytorch.prepare_qat` with `teacher`",

@@ -162,6 +162,7 @@ def write_files(folder: Path, prototxt=PROTOTXT, trained=TRAINED, onnx=None, fac
         f"{nets}.py": factory,
         "custom.proto": CUSTOM_PROTO,
         "prune.cfg": PRUNE_CFG,
+        "search.cfg": "compress_ratio: 1.3",
         "compress.cfg": PRUNE_CFG + QAT_CFG,
         "quant.cfg": "batch_num: 1\n",
         "dmq.cfg": "batch_num: 1\ncommon_config { dmq_balancer { migration_strength: 0.5 } }\n",
@@ -409,6 +410,9 @@ WRITING_FUNCTIONS = {
     ),
     "amct_pytorch.create_prune_retrain_model": lambda: amct_pytorch.create_prune_retrain_model(
         prunable_model(), batch(), "prune.cfg", "new.txt"
+    ),
+    "amct_pytorch.auto_channel_prune_search": lambda: amct_pytorch.auto_channel_prune_search(
+        prunable_model(), "search.cfg", [batch(), torch.zeros(len(batch()), 5)], "new.cfg"
     ),
     "amct_pytorch.save_prune_retrain_model": lambda: amct_pytorch.save_prune_retrain_model(
         restored("pruned"), "flow", batch()

@@ -61,7 +61,9 @@ pytorch_function = amct_function(
     "amct_pytorch",
     {
         "model": (nn.Module,),
+        "config": FILE,
         "config_file": FILE,
+        "output_cfg": FILE,
         "config_defination": FILE,
         "record_file": FILE,
         "modfied_onnx_file": FILE,

@@ -79,6 +79,16 @@ def _macs(operation: Operation, removal: Removal) -> int:
     return math.prod(removal.shape(weight)[read:]) * math.prod(removal.shape(other))
 
 
+def macs_of_weights(channel_map: ChannelMap) -> dict[str, int]:
+    """The MACs of the whole model by the name of the weight that they are made with."""
+    whole, found = Removal(channel_map), dict[str, int]()
+    for operation in channel_map.program.operations:
+        weight = operation.operand(1) if operation.kind in _WEIGHTED else None
+        if weight is not None and weight.parameter:
+            found[weight.parameter] = found.get(weight.parameter, 0) + _macs(operation, whole)
+    return found
+
+
 def _factors(operation: Operation) -> tuple[ProgramTensor, int, ProgramTensor] | None:
     """What the MACs of an operation are the product of; None if it has none.
 
