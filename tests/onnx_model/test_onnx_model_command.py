@@ -128,6 +128,9 @@ def test_a_fixed_batch_size_is_kept(folder, capsys):
     assert main([*TEXT, "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["quantized"] == ["product"]
+    assert "--batch-size" not in captured.err
+    assert main([*TEXT, "--json", "--batch-size", "3"]) == 0
+    assert "--batch-size 3 is left out: the model takes 2 samples at once" in capsys.readouterr().err
     two_inputs(folder, batch=7)
     assert main([*TEXT, "--json"]) == 2
     assert "the model takes 7 samples at once, there are 5" in capsys.readouterr().err

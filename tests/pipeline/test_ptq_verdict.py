@@ -158,6 +158,22 @@ def test_the_command_ends_with_the_verdict(command, capsys):
     assert json.loads(capsys.readouterr().out)["verdict"]["level"] == "good"
 
 
+def test_the_command_judges_by_the_batches_that_its_numbers_come_from(command, capsys):
+    """Data whose last batch is unlike the others: the last line, the page and quant.json are of all of them."""
+    loud = np.concatenate([*BATCHES, *BATCHES, *BATCHES, *BATCHES, 3 * BATCHES[1]])
+    np.save("data.npy", loud)
+    assert main(["quantize", *command, "-o", "out/net", "--formats", "qdq", "--report", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    measured = found["outputs"][0]["sqnr"]
+    first = found["checks"][str(Path("out/net_qdq_model.onnx"))]
+    assert abs(measured - first["sqnr"]) > 1, "the data is to tell the batches apart"
+    assert first["text"].endswith(f"({first['batch']})")
+    reason = f"the output's SQNR is {measured:.1f} dB"
+    assert reason in found["verdict"]["reasons"]
+    assert reason in read_quant_json(Path("out/net_quant.json")).verdict.reasons
+    assert reason.replace("'", "&#39;") in Path("out/net_report.html").read_text()
+
+
 def test_a_verdict_can_fail_the_command(command, capsys):
     data = torch.randn(16, 16)
     model = amct.pytorch.quantize(broken_model(), data).prepared.float_model(None)

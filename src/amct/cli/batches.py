@@ -106,6 +106,10 @@ def onnx_data(model: str, options: DataOptions) -> DataBatches:
     proto = read_model(model).model
     size = fixed_batch_size(proto)
     if size is not None:
+        if options.batch_size not in (1, size):
+            logger.warning(
+                "--batch-size %d is left out: the model takes %s at once", options.batch_size, counted(size, "sample")
+            )
         options = replace(options, batch_size=size)
     if is_plain(proto):
         sized = options.fitting(input_shape(proto, proto.graph.input[0].name) or ())

@@ -362,9 +362,12 @@ def _ranks() -> Ranks:
 
 
 def _result(quantized: QuantizedModel, data: FirstBatches, files: _Files) -> dict[str, Any]:
+    from amct.model.quant_json import documents_among
+
     batches = data.first()
     written = files.save(quantized)
     measured_on, layers, outputs = _measured(quantized, files.fitting(batches), written, files.page)
+    documents = documents_among(written)
     return {
         "calibrated": str(quantized.calibration),
         "measured_batches": [len(batches), len(data)],
@@ -374,25 +377,20 @@ def _result(quantized: QuantizedModel, data: FirstBatches, files: _Files) -> dic
         "outputs": [comparison_row(output, "output") for output in outputs],
         "layers": [comparison_row(layer) for layer in layers],
         "files": [str(path) for path in (*written, files.page) if path is not None],
-        "checks": _checks(written),
-        "would_help": [text for document in _documents(written).values() for text in document.proposals],
+        "checks": _checks(documents),
+        "would_help": [text for document in documents.values() for text in document.proposals],
     }
 
 
-def _checks(written: list[Path]) -> dict[str, dict[str, Any]]:
+def _checks(documents: Mapping[Path, QuantJson]) -> dict[str, dict[str, Any]]:
     """What ``save`` measured on the files that it ran, by path, with its text for people."""
     found = {}
-    for path, document in _documents(written).items():
+    for path, document in documents.items():
         for name, entry in document.files.items():
             if entry.check is not None:
-                found[str(path.with_name(name))] = {"text": entry.check.text(), **asdict(entry.check)}
+                text = f"{entry.check.text()}{entry.check.batch and f' ({entry.check.batch})'}"
+                found[str(path.with_name(name))] = {"text": text, **asdict(entry.check)}
     return found
-
-
-def _documents(written: list[Path]) -> dict[Path, QuantJson]:
-    from amct.model.quant_json import QUANT_JSON, read_quant_json
-
-    return {path: read_quant_json(path) for path in written if path.name.endswith(QUANT_JSON)}
 
 
 def _measured(

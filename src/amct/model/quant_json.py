@@ -79,7 +79,7 @@ from amct.model.verdict import Level, Verdict, worst_of
 from amct.numerics.similarity import BoxComparison  # noqa: TC001  pydantic reads the annotations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from amct.atomic import FileGroup
 
@@ -321,6 +321,21 @@ def add_related(path: Path, role: str, file: Path) -> None:
     """
     entry = related_file(file, path.parent)
     _change(path, lambda document: replace(document, related={**document.related, role: entry}))
+
+
+def documents_among(files: Iterable[Path]) -> dict[Path, QuantJson]:
+    """Every quant.json among the files of a save, by its path.
+
+    Raises:
+        FileError, ParseError: One cannot be read.
+    """
+    return {file: read_quant_json(file) for file in files if file.name.endswith(QUANT_JSON) and file.is_file()}
+
+
+def integer_tensors(files: Iterable[Path]) -> frozenset[str]:
+    """The tensors between layers that the QDQ file of a save quantizes, from its quant.json."""
+    entries = (entry for document in documents_among(files).values() for entry in document.files.values())
+    return frozenset(tensor for entry in entries for tensor in entry.tensors)
 
 
 def add_measurement(path: Path, measured: Measurement, verdict: Verdict | None) -> None:

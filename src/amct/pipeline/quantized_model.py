@@ -20,8 +20,15 @@ from amct.export.onnx.float_weights import large_float_weights, not_said
 from amct.export.request import DEFAULT_FORMATS, ExportOptions, Placement, SavePath, SaveRequest, Target
 from amct.export.saving import save_files
 from amct.memory import free_unused_models
-from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, add_search, read_quant_json
-from amct.model.verdict import NOT_JUDGED
+from amct.model.quant_json import (
+    QUANT_JSON,
+    add_measurement,
+    add_related,
+    add_search,
+    documents_among,
+    integer_tensors,
+)
+from amct.model.verdict import NOT_JUDGED, worst_of
 from amct.pipeline.compare import FileLayers, WrittenFile, measure, qdq_file, reference
 from amct.pipeline.sensitivity import LayerSensitivity, layer_sensitivity
 from amct.report.content import SIMULATION
@@ -39,7 +46,6 @@ if TYPE_CHECKING:
     from amct.model import Skip
     from amct.model.calibration_data import CalibrationData
     from amct.model.certificate import Certificate, Point
-    from amct.model.quant_json import QuantJson
     from amct.model.verdict import Verdict
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.numerics.similarity import LayerComparison
@@ -389,7 +395,7 @@ class QuantizedModel:
 
         Returns:
             None, with nothing written, if there is no ``file_to_measure`` or it does not show the output of every
-            layer.
+            layer. Else the verdict is of what was measured, unless another file is worse.
 
         Raises:
             CalibrationError: There is no data.
@@ -414,7 +420,9 @@ class QuantizedModel:
         if page is not None and subject is not None:
             of = {"outputs_of": file.name, "layers_of": file.name}
             _write_report(page, report_content(subject, measured, files=listed, **of), listed)
-        _note_measurement(measured, file.name, None, listed)
+        known = None if self._verdict is None or self._verdict.of == file.name else self._verdict
+        self._verdict = worst_of(filter(None, (measured.verdict(file.name), known))) or self._verdict
+        _note_measurement(measured, file.name, self._verdict, listed)
         return measured
 
     def report_content(
@@ -470,8 +478,8 @@ class QuantizedModel:
             fused=prepared.fused_notes,
             skipped=self.skipped,
             config=config_text(prepared.plan),
-            network=prepared.network(_integer_tensors(listed)),
-            proposals=tuple(text for document in _documents(listed) for text in document.proposals),
+            network=prepared.network(integer_tensors(listed)),
+            proposals=tuple(text for document in documents_among(listed).values() for text in document.proposals),
             certificate=self.certificate,
             curve=tuple(sorted(self.history, key=lambda each: each.cost)),
             alone={each.layer: each.sqnr for each in self._causes()},
@@ -500,13 +508,3 @@ def _note_measurement(measured: Measured, of: str, verdict: Verdict | None, list
     for file in listed:
         if file.name.endswith(QUANT_JSON):
             add_measurement(file, measured.as_measurement(of), verdict)
-
-
-def _integer_tensors(files: Iterable[Path]) -> frozenset[str]:
-    """The tensors between layers that the QDQ file of a save quantizes, from its quant.json."""
-    entries = (entry for document in _documents(files) for entry in document.files.values())
-    return frozenset(tensor for entry in entries for tensor in entry.tensors)
-
-
-def _documents(files: Iterable[Path]) -> list[QuantJson]:
-    return [read_quant_json(file) for file in files if file.name.endswith(QUANT_JSON) and file.is_file()]

@@ -75,7 +75,7 @@ def example_inputs(model: nn.Module, input_data: object, *, name: str = "input_d
     odd = next((tensor for tensor in _tensors((args, kwargs)) if not is_dense(tensor)), None)
     if odd is not None:
         layout = "a nested tensor" if odd.is_nested else f"a tensor of layout {odd.layout}"
-        raise ModelError(f"input_data: expected tensors whose values lie in a grid, got {layout}; give a dense tensor")
+        raise ModelError(f"{name}: expected tensors whose values lie in a grid, got {layout}; give a dense tensor")
     problem, signature = _binding_problem(model, args, kwargs), inspect.signature(model.forward)
     if problem:
         raise ModelError(
