@@ -57,7 +57,7 @@ class CaffeSubject:
     ) -> list[np.ndarray]:
         """The same blobs of the simulation."""
         if self._simulation is None:
-            self._simulation = quantized.prepared.caffe_model(quantized.record).build()
+            self._simulation = quantized.prepared.caffe_model(quantized.qparams).build()
         outputs = run_net(self._simulation, batch)
         return [np.array(outputs[name] if name in outputs else self._simulation.blob(name).data) for name in names]
 

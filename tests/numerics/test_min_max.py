@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amct.errors import ArgumentError, CalibrationError
+from amct.numerics.affine import LARGEST_SCALE
 from amct.numerics.ifmr import IfmrObserver
-from amct.numerics.observer import MinMaxObserver
+from amct.numerics.observer import BEST_REACH, MinMaxObserver, TensorRangeObserver, widening
 
 ARRAYS = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1000, 1000, width=32))
 
@@ -92,3 +95,49 @@ def test_the_observed_tensor_is_left_alone():
     observer = MinMaxObserver()
     observer.observe(x * 2)
     assert not observer.result().scale.requires_grad
+
+
+# -- tensors between layers: a range of few values grows -------------------------------------------------------------
+
+
+def noise_of_normal_values(reach):
+    """Of clipping at so many standard deviations and of rounding to 255 steps up to there."""
+    tail, density = math.erfc(reach / math.sqrt(2)) / 2, math.exp(-(reach**2) / 2) / math.sqrt(2 * math.pi)
+    return 2 * ((1 + reach**2) * tail - reach * density) + (2 * reach / 255) ** 2 / 12
+
+
+def test_the_best_reach_has_the_least_noise():
+    reaches = np.linspace(2, 7, 501)
+    best = reaches[np.argmin([noise_of_normal_values(each) for each in reaches])]
+    assert best == pytest.approx(BEST_REACH, abs=0.01)
+
+
+@pytest.mark.parametrize("count", [30, 100, 300, 1000, 3000])
+def test_few_values_clip_others_less_than_their_own_range_does(count):
+    """Twenty ranges, each judged by the exact noise of all other values of the distribution."""
+    random = np.random.default_rng(count)
+    plain, wide = [], []
+    for _ in range(20):
+        values = torch.from_numpy(random.normal(size=count).astype(np.float32))
+        for observer, noises in ((MinMaxObserver(), plain), (TensorRangeObserver(), wide)):
+            observer.observe(values)
+            noises.append(noise_of_normal_values(float(observer.result().scale) * 255 / 2))
+    assert np.mean(wide) < np.mean(plain) * (0.9 if count == 3000 else 0.6)
+
+
+def test_many_values_and_limits_keep_their_range():
+    values = torch.from_numpy(np.random.default_rng(1).random(20_000).astype(np.float32))
+    exact, found = MinMaxObserver(), TensorRangeObserver()
+    for observer in (exact, found):
+        observer.observe(values)
+    assert found.result().scale == exact.result().scale
+    few = TensorRangeObserver()
+    few.observe(torch.tensor([0.0, 255 * LARGEST_SCALE * 0.99]))  # it grows no further than scales may
+    assert few.result().clip_max == pytest.approx(255 * LARGEST_SCALE * 0.99, rel=1e-6)
+    assert few.result().clip_min == 0  # an end at zero stays there
+
+
+def test_the_range_grows_less_the_more_values_there_are():
+    factors = [widening(count) for count in (0, 1, 8, 100, 1000, 10_000, 12_999, 10**6, 10**15)]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[-1] == 1.0

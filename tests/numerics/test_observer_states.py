@@ -19,7 +19,7 @@ from amct.numerics.counts.samples import SAMPLING_TARGET, ObservedValues
 from amct.numerics.hfmg import HfmgObserver
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.layer_inputs import ExactSum, LayerInputObserver
-from amct.numerics.observer import MergeableObserver, MinMaxObserver
+from amct.numerics.observer import MergeableObserver, MinMaxObserver, TensorRangeObserver
 from amct.numerics.settings import HfmgSettings, IfmrSettings
 
 
@@ -37,6 +37,7 @@ KINDS = {
     "hfmg": lambda: HfmgObserver(HfmgSettings(num_of_bins=1024)),
     "hfmg per channel": lambda: HfmgObserver(HfmgSettings(num_of_bins=1024), channel_axis=-1),
     "min-max": MinMaxObserver,
+    "range of a tensor between layers": TensorRangeObserver,
     "inputs of a linear layer": lambda: LayerInputObserver(channel_axis=-1, weight=WEIGHT),
     "inputs of a convolution": lambda: LayerInputObserver(channel_axis=1),
 }

@@ -396,9 +396,9 @@ def test_the_number_of_batches_that_decide_on_a_repair_does_not_depend_on_time(
     used = []
 
     class Spy(checking.Repair):
-        def __init__(self, export, batches, wanted):
+        def __init__(self, model, export, batches, outputs):
             used.append(len(batches))
-            super().__init__(export, batches, wanted)
+            super().__init__(model, export, batches, outputs)
 
     monkeypatch.setattr(checking, "Repair", Spy)
     data = list(torch.randn(6, samples, 3, 8, 8, generator=torch.Generator().manual_seed(2)))

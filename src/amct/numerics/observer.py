@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from statistics import NormalDist
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
-from amct.numerics.affine import SymmetricScale, integer_range
+from amct.numerics.affine import LARGEST_SCALE, SymmetricScale, integer_range
 from amct.numerics.counts.loops import range_of
 from amct.numerics.qparams import Observed
 
@@ -397,3 +398,35 @@ class MinMaxObserver(RangeObserver):
     def limits(self) -> tuple[Tensor, Tensor]:
         """Return the exact minimum and maximum."""
         return self._range.minimum, self._range.maximum
+
+
+BEST_REACH = 3.92
+"""Standard deviations at which 255 steps round and clip normally distributed values with the least error together.
+
+The noise of clipping at t is 2 ((1 + t²) Q(t) - t φ(t)), that of rounding (2 t / 255)² / 12.
+"""
+_FEWEST_VALUES = 8
+"""Of fewer values the range says next to nothing; it grows as for so many."""
+
+
+class TensorRangeObserver(MinMaxObserver):
+    """Observer of a tensor between layers: the range of all values, and more where few were seen.
+
+    The mean of the largest of n normally distributed values is about the quantile 1 - exp(-γ) / n (Gumbel). Below
+    13 000 values that is less than ``BEST_REACH``: other data would lose more by being clipped than the finer steps
+    gain. So the range grows to it: by a fifth for 1000 values, by half for 130.
+    """
+
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """Return the ends of the range, widened."""
+        factor, most = widening(self.count), torch.tensor(LARGEST_SCALE * (2 ** (self.bits - 1) - 1))
+        low, high = super().limits()  # both ends together then have no larger scale than is allowed
+        return torch.maximum(low * factor, torch.minimum(low, -most)), torch.minimum(
+            high * factor, torch.maximum(high, most)
+        )
+
+
+def widening(count: int) -> float:
+    """By what the range of so many values is multiplied."""
+    largest = NormalDist().inv_cdf(1 - math.exp(-np.euler_gamma) / max(count, _FEWEST_VALUES))
+    return max(1.0, BEST_REACH / largest)

@@ -16,7 +16,7 @@ from amct.export.onnx.kept_weights import KeptWeights, tensor_array, with_values
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import model_opset, parameter_bytes
 from amct.export.onnx.runtime import Runner, as_tensor
-from amct.numerics.observer import MinMaxObserver
+from amct.numerics.observer import TensorRangeObserver
 from amct.numerics.settings import AdaRoundSettings
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_of, start_calibration
@@ -105,7 +105,7 @@ class OnnxPreparation(PreparedForOnnx):
             return {}
         inputs = self.layer_inputs(self.input_tensors())
         observers: dict[str, TensorObserver] = {each.tensor: each.observer() for each in inputs}
-        return observers | {name: MinMaxObserver() for name in self.tensor_plan.observed}
+        return observers | {name: TensorRangeObserver() for name in self.tensor_plan.observed}
 
     def input_tensors(self) -> Mapping[str, str]:
         """By layer: the name of its input."""

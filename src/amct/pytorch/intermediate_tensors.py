@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from amct.errors import ModelError
-from amct.numerics.observer import MinMaxObserver
+from amct.numerics.observer import TensorRangeObserver
 from amct.pytorch.call_sites import CallSite, OperationWatch, all_values
 from amct.pytorch.capture.cached_trace import tensor_fingerprint
 from amct.pytorch.capture.functional_layers import layer_module, layer_name, named_tensors
@@ -68,10 +68,10 @@ class TensorWatch:
     given: Sequence[LayerInput] = ()
 
     def observers(self) -> dict[str, TensorObserver]:
-        """A new min/max observer for each tensor, which is cheap because there are many tensors."""
+        """A new observer of its range for each tensor, which is cheap because there are many tensors."""
         names = (*self.inputs.values(), *self.layers.values(), *self.operations.values())
         channels = {given.tensor: given.observer() for given in self.given}
-        return {**channels, **{name: MinMaxObserver() for name in names}}
+        return {**channels, **{name: TensorRangeObserver() for name in names}}
 
     def attach(self, model: nn.Module, observed: ObservedTensors, *, layer_inputs: bool = True) -> AttachedTensorWatch:
         """Add hooks to the model so that these tensors are observed in every forward.

@@ -22,7 +22,7 @@ from amct.export.qdq.nodes import QdqNodes
 from amct.export.request import ExportOptions, Placement, Target
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
-from amct.numerics.observer import MinMaxObserver
+from amct.numerics.observer import TensorRangeObserver
 from amct.numerics.qparams import LayerQParams, Observed, QParams
 
 if TYPE_CHECKING:
@@ -275,4 +275,4 @@ def qdq_observers(form: NetOnnx | ExportError, plans: Mapping[str, LayerPlan]) -
         if layer.name in plans and layer.name not in wide
         for blob in layer.parameter.bottom
     }
-    return {name: MinMaxObserver() for name in wanted if name not in known}
+    return {name: TensorRangeObserver() for name in wanted if name not in known}

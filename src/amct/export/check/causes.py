@@ -1,31 +1,27 @@
-"""Why a file is worse than the simulation: the first tensor at which it is; tensors that had better stay float."""
+"""Why a file is worse than the simulation: the first tensor at which it is."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from amct.errors import AmctError
-from amct.export.check.losses import WORSE, loss, output_similarity, similarity_over
-from amct.export.check.running import LoadedModel
+from amct.export.check.losses import loss, output_similarity
 from amct.export.formats import layer_outputs, rescaled_layers
 from amct.export.onnx.kept_weights import light_copy
 from amct.export.onnx.messages import reads, sizes_of_run
 from amct.export.onnx.runtime import Runner
-from amct.numerics.affine import integer_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
     from onnx import ModelProto
 
-    from amct.export.check.losses import ComparedBatch, Similarity
+    from amct.export.check.losses import Similarity
     from amct.export.formats import ExportedModel
-    from amct.numerics.qparams import Observed
 
     Places = Mapping[str, tuple[str, str, str]]
 
@@ -33,9 +29,6 @@ _SMALLEST_PART = 2**23
 """Bytes of tensors that are always looked at together."""
 _MOST_PARTS = 12
 """For each part the models are loaded again."""
-LONGEST = 60.0
-"""CPU seconds after which the search ends with what it has: other work on the machine does not end it sooner."""
-_TOKENS = 3
 
 
 def first_difference(
@@ -147,82 +140,3 @@ def _common_tensors(
             if own in computed[0] and other in computed[1]:
                 found[tensor] = (tensor, own, other)
     return found
-
-
-# -- repair of a fast QDQ file -----------------------------------------------------------------------------------------
-
-
-def noisiest_tensors(
-    model: ModelProto, tensors: Mapping[str, Observed], inputs: Mapping[str, NDArray[Any]]
-) -> list[str]:
-    """Tensors in the order of the noise of their own quantization, the noisiest first.
-
-    The noise is that of the mean channel, relative to the channel: a tensor whose steps fit its largest channel only
-    has the others rounded to nothing, which its SQNR as a whole does not show.
-
-    Args:
-        model: The float model that has these tensors.
-        tensors: Their parameters.
-        inputs: The batch.
-    """
-    values = Runner(model, tensors, lean=True).run(inputs)
-    noise = {name: _noise(values[name].astype(np.float64), qparams) for name, qparams in tensors.items()}
-    return sorted(noise, key=lambda name: -noise[name])
-
-
-def _noise(values: NDArray[Any], qparams: Observed) -> float:
-    low, high = integer_range(qparams.bits)
-    step, zero_point = qparams.step, qparams.zero_point
-    integers = np.clip(np.rint(values / step) + zero_point, low, high)
-    error = (integers - zero_point) * step - values
-    axis = -1 if values.ndim == _TOKENS else min(1, values.ndim - 1)  # [batch, token, channel], or [batch, channel, …]
-    others = tuple(place for place in range(values.ndim) if place != axis % max(1, values.ndim))
-    signal, lost = (values**2).sum(others), (error**2).sum(others)
-    return float(np.mean(np.minimum(1.0, lost / np.maximum(signal, np.finfo(np.float64).tiny))))
-
-
-class Repair:
-    """Finds the fewest tensors that must stay float, so that a file is about as good as without all of them.
-
-    Args:
-        export: Exports the file without quantizing the given tensors.
-        batches: The batches, with the outputs of the float model.
-        wanted: The SQNR of the simulation.
-    """
-
-    def __init__(
-        self,
-        export: Callable[[Collection[str]], ExportedModel],
-        batches: Sequence[ComparedBatch],
-        wanted: float,
-    ) -> None:
-        self._export, self._batches, self._wanted = export, batches, wanted
-
-    def run(self, ordered: Sequence[str], before: float) -> tuple[ExportedModel, tuple[str, ...]] | None:
-        """The repaired file and the tensors that stay float; None if these tensors are not the cause.
-
-        Args:
-            ordered: The tensors that may stay float, the most suspicious first.
-            before: The SQNR of the file in which all of them are quantized.
-        """
-        start = time.process_time()
-        best, reached = self._without(ordered)
-        if reached - before < (self._wanted - before) / 2:  # most of the loss has another cause
-            return None
-        goal = min(self._wanted, reached) - WORSE
-        low, high = 0, len(ordered)  # ``low`` tensors are not enough, ``high`` are
-        count = 1
-        while high - low > 1 and time.process_time() - start < LONGEST:
-            file, sqnr = self._without(ordered[:count])
-            if sqnr >= goal:
-                best, high = file, count
-            else:
-                low = count
-            count = 2 * low if 2 * low < high and high == len(ordered) else (low + high) // 2
-        return best, tuple(ordered[:high])
-
-    def _without(self, tensors: Sequence[str]) -> tuple[ExportedModel, float]:
-        exported = self._export(set(tensors))
-        loaded = LoadedModel(exported.model, lean=True)
-        similarity, _ = similarity_over((batch.expected, loaded.run(batch.inputs)) for batch in self._batches)
-        return exported, similarity.sqnr if similarity is not None else -np.inf

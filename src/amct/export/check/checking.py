@@ -7,6 +7,7 @@ reported with the first tensor that is; the fast QDQ file is repaired, if its fu
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from onnx import ModelProto, TensorProto, defs
 
 from amct.errors import AmctError, ExportError, ModelError
 from amct.export.check.batch import LARGEST_BATCH
-from amct.export.check.causes import Repair, first_difference, noisiest_tensors
+from amct.export.check.causes import first_difference
 from amct.export.check.child import LARGE, OutOfTimeError, measured_in_child, similarity_of
 from amct.export.check.integers import standard_model
 from amct.export.check.losses import (
@@ -40,6 +41,7 @@ from amct.export.check.losses import (
     say_worse,
     sure_loss,
 )
+from amct.export.check.repair import CHEAP, MOST_COST, Repair
 from amct.export.check.running import BUDGET, LoadedModel, Speed, outputs_in_parts, speed_apart, speed_of, timed_inputs
 from amct.export.onnx.kept_weights import KeptWeights, read_parts
 from amct.export.onnx.messages import parameter_bytes
@@ -64,6 +66,8 @@ _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 _PACKED_BITS = 4
 FEW_BYTES = 16_000_000
 """Parameters of a model that may be loaded twice."""
+REPAIRED = 0.75
+"""Decibels by which a QDQ file must be worse than the simulation to be repaired: on other data it may be ``WORSE``."""
 WELL_ABOVE = 10.0
 """By how many dB the float ONNX model must be nearer to the front door's model than the simulation is."""
 _FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
@@ -347,24 +351,20 @@ class OnnxCheck:
         self, file: FileToCheck, outputs: Sequence[Mapping[str, NDArray[Any]]]
     ) -> tuple[ExportedModel, tuple[str, ...]] | None:
         """Judged by a number of batches that no time changes: the same model and data give the same file."""
-        exported = file.report
-        if file.format != "qdq" or self.export_qdq is None:
+        if file.format != "qdq" or self.export_qdq is None or not file.report.tensors:
             return None
         batches = self._batches[: len(outputs)]
         measured = compared(file.target, self.reference.origin, batches, outputs)
-        if measured.sqnr is None or measured.sqnr >= ENOUGH:
-            return None
-        factors = self.tensors or {}
-        between = {name: factors[name] for name in exported.tensors if name in factors and factors[name].mean is None}
-        allowed = expected_loss(len(exported.layers), len(between)) + WORSE
-        if not between or lost(measured) <= allowed:
-            return None
         models = [each.expected for each in batches], [each.simulated for each in batches], outputs
-        if sure_loss(*models, measured.output) <= allowed:
+        if measured.sqnr is None or sure_loss(*models, measured.output) <= REPAIRED:
             return None
-        assert measured.simulation_sqnr is not None
-        repair = Repair(self.export_qdq, batches, measured.simulation_sqnr)
-        return repair.run(noisiest_tensors(self.original, between, self._inputs), measured.sqnr)
+        allowed = expected_loss(len(file.report.layers), len(file.report.tensors)) + WORSE
+        is_surely_bad = min(lost(measured), sure_loss(*models, measured.output)) > allowed
+        share = CHEAP if measured.sqnr >= ENOUGH else math.inf if is_surely_bad else MOST_COST
+        boxes = {each.output for each in measured.boxes}
+        names = [name for name in self._float_outputs if name not in boxes]
+        repair = Repair(self.original, self.export_qdq, batches, names)
+        return repair.run(file.model(), file.report, outputs, share)
 
 
 def _runnable(file: FileToCheck, kept: KeptWeights) -> ModelProto | Path:

@@ -14,11 +14,11 @@ square.
   ``expected_loss``. What exceeds it by ``WORSE`` is no matter of number: 8 bits cannot hold the range of some tensor.
 
 A file that is worse than the simulation by more than ``WORSE`` is reported, also if it is only likely to be on other
-data (``likely_loss``). One that is surely (``sure_loss``) worse by more than ``expected_loss`` + ``WORSE`` is repaired,
-if its further tensors are the cause of at least half of the loss: without them, fewer layers run in integer kernels, so
-they are not given up for little, nor for a loss that the spread of a few samples may have lifted over that bound. A
-file above ``ENOUGH`` is not repaired: one rounding of normally distributed numbers to the 256 steps of eight standard
-deviations leaves 10 log10(12 · (255/8)²) = 41 dB, so its noise is that of rounding the output alone.
+data (``likely_loss``). One that is surely (``sure_loss``) worse is repaired (``repair.py``): tensors between its layers
+stay float as long as they give up a small share of the time that integers save; above ``ENOUGH`` a smaller one: one
+rounding of normally distributed numbers to the 256 steps of eight standard deviations leaves 10 log10(12 · (255/8)²) =
+41 dB, so the noise of such a file is that of rounding the output alone. One that is surely worse by more than
+``expected_loss`` + ``WORSE`` may even become slower than float, if that takes away half of the loss.
 """
 
 from __future__ import annotations

@@ -373,10 +373,11 @@ class FastPlanner:
         producer = self.graph.producer(tensor)
         while producer is not None and (self._picks(producer) or producer.op_type in AVERAGING):
             producer = self.graph.producer(producer.input[0])
-        if producer is None or producer.op_type not in ACTIVATIONS:
+        if producer is None or producer.op_type not in ACTIVATIONS | ZERO_TO_ONE:
             floor = without_effect_below(self.graph, tensor)
             return qparams if floor is None else raised_to(qparams, floor)
-        low, high = activation_limits(self.graph, producer)
+        is_activation = producer.op_type in ACTIVATIONS
+        low, high = activation_limits(self.graph, producer) if is_activation else (0.0, 1.0)
         if low != 0:
             return qparams
         # No value is below zero: all integers cover the range from zero to the upper limit, which is kept (or
