@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import amct.pytorch
-from amct.export.check import repair
+from amct.export.check import checking, repair
 from amct.export.check.repair import Candidate, Damage, FloatGraph, Probe, cheapest, grids, relative_noise
 from amct.export.formats import ExportReport, LayerReport, save_model
 from amct.model.kinds import LayerKind
@@ -52,7 +52,10 @@ def files(pictures, tmp_path_factory):
     quantized = amct.pytorch.quantize(Sums().eval(), pictures)
     quantized.save(folder / "net", ["qdq"], check=False)
     save_model(folder / "float.onnx", quantized.prepared.float_model(None))
-    quantized.save(folder / "repaired", ["qdq"])
+    quantized.save(folder / "tiny", ["qdq"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repair, "TINY_WORK", 0.0)  # as if it were large
+        quantized.save(folder / "repaired", ["qdq"])
     return folder
 
 
@@ -153,6 +156,15 @@ def test_the_repair_leaves_sums_float_and_convolutions_integer(files, pictures):
     floats = float_graph(files, [node for node in model.graph.node if node.op_type == "Conv"])
     lost = sum(each.cost for each in floats.candidates() if set(each.tensors) & set(check.left_float))
     assert lost <= repair.MOST_COST * floats.saved()
+
+
+def test_a_model_that_takes_no_time_is_repaired_whatever_that_costs(files):
+    small, large = (
+        read_quant_json(files / f"{name}_quant.json").files[f"{name}_qdq_model.onnx"].check
+        for name in ("tiny", "repaired")
+    )
+    assert set(small.left_float) > set(large.left_float)
+    assert small.simulation_sqnr - small.sqnr < checking.WORSE < large.simulation_sqnr - large.sqnr
 
 
 DAMAGES = st.lists(st.tuples(st.floats(0.001, 10), st.floats(0.1, 100)), max_size=12).map(

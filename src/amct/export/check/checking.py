@@ -33,6 +33,7 @@ from amct.export.check.losses import (
     fewest_batches,
     is_worse,
     lost,
+    needs_action,
     outcome,
     output_similarity,
     say_checked,
@@ -359,8 +360,8 @@ class OnnxCheck:
         if measured.sqnr is None or sure_loss(*models, measured.output) <= REPAIRED:
             return None
         allowed = expected_loss(len(file.report.layers), len(file.report.tensors)) + WORSE
-        is_surely_bad = min(lost(measured), sure_loss(*models, measured.output)) > allowed
-        share = CHEAP if measured.sqnr >= ENOUGH else math.inf if is_surely_bad else MOST_COST
+        is_useless = min(lost(measured), sure_loss(*models, measured.output)) > allowed and needs_action(measured)
+        share = CHEAP if measured.sqnr >= ENOUGH else math.inf if is_useless else MOST_COST
         boxes = {each.output for each in measured.boxes}
         names = [name for name in self._float_outputs if name not in boxes]
         repair = Repair(self.original, self.export_qdq, batches, names)

@@ -18,7 +18,7 @@ data (``likely_loss``). One that is surely (``sure_loss``) worse is repaired (``
 stay float as long as they give up a small share of the time that integers save; above ``ENOUGH`` a smaller one: one
 rounding of normally distributed numbers to the 256 steps of eight standard deviations leaves 10 log10(12 · (255/8)²) =
 41 dB, so the noise of such a file is that of rounding the output alone. One that is surely worse by more than
-``expected_loss`` + ``WORSE`` may even become slower than float, if that takes away half of the loss.
+``expected_loss`` + ``WORSE``, and not Good, may even become slower than float, if that takes away half of the loss.
 """
 
 from __future__ import annotations
