@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from export_nets import Net, calibrate, run
@@ -32,7 +34,23 @@ def written_out(net, x):
     return net.add("Div", "swish", net.add("Mul", "product", x, gate), six)
 
 
+def swish(net, x):
+    """x · sigmoid(x)."""
+    return net.add("Mul", "swish", x, net.add("Sigmoid", "gate", x))
+
+
+def gelu(net, x):
+    """As exporters write it before opset 20: x · (1 + erf(x / √2)) / 2."""
+    root, one = net.constant("root", np.float32(np.sqrt(2))), net.constant("one", np.float32(1))
+    erf = net.add("Erf", "erf", net.add("Div", "scaled", x, root))
+    product = net.add("Mul", "product", x, net.add("Add", "gate", erf, one))
+    return net.add("Mul", "swish", product, net.constant("half", np.float32(0.5)))
+
+
 FORMS = {"HardSwish": operator, "HardSigmoid": gate_operator, "Add, Clip, Mul, Div": written_out}
+
+
+SOFT = {"swish": (swish, -7.0), "GELU": (gelu, -3.5)}
 
 
 def network(form):
@@ -61,6 +79,30 @@ def test_the_range_of_a_convolution_begins_where_its_hard_swish_does(form, monke
     whole_range = qdq_model(model, net.bindings(), factors, tensors=tensors).model
     expected, raised, whole = (run(each, net.data())["y"].astype(np.float64) for each in (model, exported, whole_range))
     assert ((expected - raised) ** 2).sum() < ((expected - whole) ** 2).sum()
+
+
+@pytest.mark.parametrize(("form", "floor"), SOFT.values(), ids=SOFT)
+def test_soft_activations_are_next_to_zero_below_their_floor(form, floor, monkeypatch):
+    net, model = network(form)
+    assert without_effect_below(OnnxGraph(model), "first_out") == pytest.approx(floor)
+    factors, tensors = calibrate(net, model)
+    exported = qdq_model(model, net.bindings(), factors, tensors=tensors).model
+    monkeypatch.setattr(placement, "without_effect_below", lambda *_: None)
+    whole_range = qdq_model(model, net.bindings(), factors, tensors=tensors).model
+    assert step(exported, "first_out") < 0.8 * step(whole_range, "first_out")
+    expected, raised, whole = (run(each, net.data())["y"].astype(np.float64) for each in (model, exported, whole_range))
+    assert ((expected - raised) ** 2).sum() < ((expected - whole) ** 2).sum()
+    net.add("Neg", "other", "first_out")
+    assert without_effect_below(OnnxGraph(net.model("y", "other_out")), "first_out") is None
+
+
+def test_what_is_lost_below_a_floor_is_less_than_half_a_step():
+    """A range from the floor to zero has the smallest step that there is with this floor."""
+    low = np.linspace(-60, 0, 60_001)
+    gate = {"swish": 1 / (1 + np.exp(-low)), "GELU": np.array([math.erfc(-each / math.sqrt(2)) / 2 for each in low])}
+    for name, (_, floor) in SOFT.items():
+        values, at_floor = low * gate[name], np.interp(floor, low, low * gate[name])
+        assert np.abs(values[low < floor] - at_floor).max() < -floor / 255 / 2
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

@@ -10,8 +10,9 @@ Placement ``fast`` leaves tensors between layers float although they have parame
 4. Those that the user requests.
 
 No integers are spent on values without effect: a hard swish, ``x · clip(x + 3, 0, 6) / 6``, is zero for every x below
--3. In a network of convolutions with this activation most outputs of a convolution lie there, often as far below zero
-as others lie above: a range that begins at -3 has half the step.
+-3, and swish, GELU, sigmoid and erf are so nearly constant below some x that rounding to 8 bits changes more. In a
+network of convolutions with such an activation most outputs of a convolution lie there, often as far below zero as
+others lie above: a range that begins at -3 has half the step.
 """
 
 from __future__ import annotations
@@ -239,6 +240,11 @@ def _is_statistic(graph: OnnxGraph, tensor: str, source: str) -> bool:
 
 LOWEST, HIGHEST = -128, 127
 HARD_SWISH_FLOOR = -3.0
+SIGMOID_FLOOR = -7.0
+"""Below it sigmoid(x) is less than 0.001 and x · sigmoid(x) less than 0.0064: half a step of 7 / 255 is twice that."""
+ERF_FLOOR = -3.5 / math.sqrt(2)
+"""Below it 1 + erf(x) is less than 0.0005; of GELU this is x < -3.5, where it is less than 0.001."""
+_FLOORS = {"HardSwish": HARD_SWISH_FLOOR, "Sigmoid": SIGMOID_FLOOR, "Erf": ERF_FLOOR, "Gelu": ERF_FLOOR * math.sqrt(2)}
 
 
 def activation_limits(graph: OnnxGraph, activation: NodeProto) -> tuple[float, float]:
@@ -287,8 +293,12 @@ def raised_to(qparams: QParams, floor: float) -> QParams:
 
 
 def _floor_of(graph: OnnxGraph, tensor: str, reader: NodeProto) -> float | None:
-    if reader.op_type == "HardSwish":
-        return HARD_SWISH_FLOOR
+    if reader.op_type in _FLOORS:
+        return _FLOORS[reader.op_type]
+    factor = constant_factor(graph, reader)
+    if factor is not None:
+        floor = without_effect_below(graph, reader.output[0])
+        return None if floor is None else floor / factor
     if reader.op_type == "Mul":  # tensor · gate(tensor)
         other = [name for name in reader.input if name != tensor]
         return _zero_below(graph, tensor, other[0]) if len(other) == 1 else None
@@ -299,14 +309,18 @@ def _floor_of(graph: OnnxGraph, tensor: str, reader: NodeProto) -> float | None:
 
 
 def _zero_below(graph: OnnxGraph, tensor: str, gate: str) -> float | None:
-    """The value of ``tensor`` below which ``gate`` is zero; None unless it is a hard gate computed from the tensor."""
+    """The value of ``tensor`` below which ``gate``, which is computed from it, is zero or next to it; None: none."""
     node = graph.producer(gate)
     if node is None:
         return None
     if constant_factor(graph, node) is not None:
         return _zero_below(graph, tensor, node.input[0])
+    if node.op_type == "Sigmoid" and node.input[0] == tensor:
+        return SIGMOID_FLOOR
     if node.op_type == "HardSigmoid" and node.input[0] == tensor:
         return -float(attribute_value(node, "beta", 0.5)) / float(attribute_value(node, "alpha", 0.2))
+    if node.op_type == "Add":
+        return _one_plus_erf(graph, tensor, node)
     if node.op_type not in ("Relu", "Clip") or activation_limits(graph, node)[0] != 0:
         return None
     if node.input[0] == tensor:
@@ -316,6 +330,17 @@ def _zero_below(graph: OnnxGraph, tensor: str, gate: str) -> float | None:
         return None
     constants = [_single_constant(graph, name) for name in added.input if name != tensor]
     return -constants[0] if len(constants) == 1 and constants[0] is not None else None
+
+
+def _one_plus_erf(graph: OnnxGraph, tensor: str, node: NodeProto) -> float | None:
+    """The value of ``tensor`` below which an Add that is 1 + erf(tensor · factor) is next to zero, as in GELU."""
+    one = any(_single_constant(graph, name) == 1 for name in node.input)
+    erf = next((each for each in map(graph.producer, node.input) if each is not None and each.op_type == "Erf"), None)
+    if not one or erf is None:
+        return None
+    scaled = graph.producer(erf.input[0])
+    factor = constant_factor(graph, scaled) if scaled is not None and scaled.input[0] == tensor else None
+    return None if factor is None else ERF_FLOOR / factor
 
 
 def _single_constant(graph: OnnxGraph, name: str) -> float | None:
