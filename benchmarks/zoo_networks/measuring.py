@@ -10,9 +10,11 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 import onnxruntime
 
-from amct.errors import AmctError
+from amct.errors import AmctError, ExportError
+from amct.export.check.integers import standard_model
 from amct.export.formats import save_model
 
 if TYPE_CHECKING:
@@ -90,6 +92,7 @@ def _measure(subject: Subject, folder: Path, progress: Progress, warnings: Warni
     progress.write(simulation_sqnr=sqnr(wanted, simulated))
     save_model(files["float"], subject.float_onnx(quantized))
     progress.write(file_sqnr=file_sqnr(files["ours"], subject))
+    progress.write(deploy_sqnr=deploy_sqnr(folder / "net_deploy_model.onnx", subject))
     progress.write(outcome="quantized")
     if not brief:
         progress.write(step="speed")
@@ -153,6 +156,19 @@ def file_sqnr(path: Path, subject: Subject) -> float | None:
     names = [value.name for value in running.get_inputs()]
     given = [running.run(outputs, subject.feeds(batch, names)) for batch in subject.test]
     return sqnr([subject.file_reference(batch, outputs) for batch in subject.test], given)
+
+
+def deploy_sqnr(path: Path, subject: Subject) -> float | None:
+    """The SQNR of a file for the chip, computed in integers; None where it is a Caffe pair or has an LSTM or GRU."""
+    if not path.is_file():
+        return None
+    try:
+        integers = standard_model(onnx.load(path))
+    except ExportError:
+        return None
+    runnable = path.with_name("deploy_here.onnx")
+    save_model(runnable, integers)
+    return file_sqnr(runnable, subject)
 
 
 def sqnr(wanted: Sequence[Sequence[np.ndarray]], given: Sequence[Sequence[np.ndarray]]) -> float | None:

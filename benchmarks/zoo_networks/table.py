@@ -80,6 +80,8 @@ def summary(rows: list[Row]) -> list[str]:
     peer_large = [row["float_ms"] / row["peer_ms"] for row in timed if row["float_ms"] > SLOW_NET and "peer_ms" in row]
     both = [row for row in done if row.get("peer_sqnr") is not None and row["file_sqnr"] is not None]
     higher = sum(row["file_sqnr"] > row["peer_sqnr"] for row in both)
+    chip = [row for row in done if None not in (row.get("deploy_sqnr"), row["file_sqnr"])]
+    behind = _median([row["file_sqnr"] - row["deploy_sqnr"] for row in chip])
     worse = [row for row in done if is_worse(row)]
     slower = [row for row in timed if is_slower(row)]
     lines = [
@@ -99,6 +101,7 @@ def summary(rows: list[Row]) -> list[str]:
         f"| median SQNR of our file, {len(both)} networks that both quantize | {_median_of(both, 'file_sqnr')} dB | |",
         f"| median SQNR of onnxruntime's file | {_median_of(both, 'peer_sqnr')} dB | |",
         f"| networks on which our file has the higher SQNR | {higher} of {len(both)} | |",
+        f"| SQNR of our file minus that of the file for the chip, median of {len(chip)} | {behind:.1f} dB | ≤ 0.5 dB |",
         f"| median CPU time of quantize and save | {_median([row['job_seconds'] for row in done]):.1f} s | |",
     ]
     absent = len(rows) - len(tried)

@@ -18,6 +18,7 @@ from amct.caffe import pycaffe
 from amct.numerics.arq import arq
 from amct.numerics.rounding import bias_correction, integer_weight
 from amct.numerics.settings import WeightKind
+from amct.pytorch import ArqSettings, IfmrSettings, LayerConfig, QuantConfig
 
 IMAGES = np.random.default_rng(8).normal(0.4, 1.0, size=(8, 3, 8, 8)).astype(np.float32)
 LAYERS = ("conv", "depthwise", "fc")
@@ -47,17 +48,55 @@ class Network(nn.Module):
         return self.fc(self.depthwise(self.conv(x).relu()).relu().flatten(1))
 
 
-def quantize_torch(folder, config):
+class Even(nn.Module):
+    """No depthwise convolution, and inputs by twos: weights of four bits can be packed."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv, self.depthwise = nn.Conv2d(4, 6, 3), nn.Conv2d(6, 8, 3)
+        self.fc = nn.Linear(128, 5)
+
+    forward = Network.forward
+
+
+def images(model):
+    return np.concatenate([IMAGES, IMAGES[:, :1].copy()], 1) if isinstance(model, Even) else IMAGES
+
+
+def quantize_torch(folder, config, network=Network):
     del folder
-    return amct.pytorch.quantize(Network().eval(), [torch.from_numpy(IMAGES)], config)
+    model = network().eval()
+    return amct.pytorch.quantize(model, [torch.from_numpy(images(model))], config)
 
 
-def quantize_onnx(folder, config):
+def quantize_onnx(folder, config, network=Network):
+    model = network().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.onnx itself
         options = {"dynamo": True, "opset_version": 18, "verbose": False}
-        torch.onnx.export(Network().eval(), (torch.from_numpy(IMAGES),), folder / "net.onnx", **options)
-    return amct.onnx_model.quantize(folder / "net.onnx", [IMAGES], config)
+        torch.onnx.export(model, (torch.from_numpy(images(model)),), folder / "net.onnx", **options)
+    return amct.onnx_model.quantize(folder / "net.onnx", [images(model)], config)
+
+
+def config(**settings):
+    return QuantConfig(common=LayerConfig(**settings))
+
+
+OTHER_INTEGERS = {
+    "16-bit activations": (config(activations=IfmrSettings(num_bits=16)), Network),
+    "one scale for all outputs": (config(weights=ArqSettings(channel_wise=False)), Network),
+    "4-bit weights": (config(weights=ArqSettings(num_bits=4)), Even),
+    "4-bit weights to the nearest": (
+        QuantConfig(common=LayerConfig(weights=ArqSettings(num_bits=4)), weight_rounding="nearest"), Even
+    ),
+}  # fmt: skip
+
+
+def unpacked(weight):
+    """Two 4-bit integers of each byte, the first one in its low half, along the input channels."""
+    low, high = ((weight << 4).astype(np.int8) >> 4), weight >> 4
+    return np.stack([low, high], 2).reshape(weight.shape[0], -1, *weight.shape[2:])
 
 
 def caffe_files(folder):
@@ -126,8 +165,32 @@ def test_deploy_fake_quant_and_qdq_hold_the_same_integers_and_biases(quantize, t
     assert any((without[layer][1] != files["deploy"][layer][1]).any() for layer in names)
 
 
-def test_the_simulation_in_torch_has_the_bias_of_the_files(tmp_path):
-    quantized = quantize_torch(tmp_path, None)
+@pytest.mark.parametrize("quantize", [quantize_torch, quantize_onnx])
+@pytest.mark.parametrize(("wanted", "network"), OTHER_INTEGERS.values(), ids=OTHER_INTEGERS)
+def test_the_files_agree_with_other_integers_too(quantize, wanted, network, tmp_path):
+    quantized = quantize(tmp_path, wanted, network)
+    quantized.save(tmp_path / "q", formats=("qdq", "deploy", "fake_quant"), target="exact8", opset=21, check=False)
+    names = quantized.layers
+    files = {name: stored(tmp_path / f"q_{name}_model.onnx", names) for name in ("deploy", "fake_quant", "qdq")}
+    for layer in names:
+        weight, bias = files["fake_quant"][layer]
+        packed = files["deploy"][layer][0].astype(np.int8)
+        in_deploy = unpacked(packed) if quantized.qparams[layer].weight.bits == 4 else packed
+        np.testing.assert_array_equal(in_deploy, weight)
+        np.testing.assert_array_equal(files["qdq"][layer][0].reshape(weight.shape), weight)
+        for other in ("deploy", "qdq"):
+            np.testing.assert_array_equal(files[other][layer][1], bias)
+        found = quantized.prepared.weights[layer].weights[0].real() / quantized.qparams[layer].weight.scale.reshape(
+            -1, *[1] * (weight.ndim - 1)
+        )
+        np.testing.assert_array_equal(found.round().numpy().reshape(weight.shape), weight)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "network"), [(None, Network), *OTHER_INTEGERS.values()], ids=["defaults", *OTHER_INTEGERS]
+)
+def test_the_simulation_in_torch_has_the_bias_of_the_files(wanted, network, tmp_path):
+    quantized = quantize_torch(tmp_path, wanted, network)
     quantized.save(tmp_path / "q", formats=("deploy",), check=False)
     files = stored(tmp_path / "q_deploy_model.onnx", LAYERS)
     for name in LAYERS:
@@ -137,17 +200,36 @@ def test_the_simulation_in_torch_has_the_bias_of_the_files(tmp_path):
         np.testing.assert_array_equal(bias.round().long().numpy(), files[name][1])
 
 
-def test_the_caffe_pair_and_the_qdq_file_hold_the_same_integers_and_biases(tmp_path):
-    quantized = amct.caffe.quantize(*caffe_files(tmp_path), [IMAGES])
+CAFFE = {
+    "defaults": None,
+    **{name: OTHER_INTEGERS[name][0] for name in ("16-bit activations", "one scale for all outputs")},
+}
+
+
+@pytest.mark.parametrize("wanted", CAFFE.values(), ids=CAFFE)
+def test_the_caffe_pairs_and_the_qdq_file_hold_the_same_integers_and_biases(wanted, tmp_path):
+    quantized = amct.caffe.quantize(*caffe_files(tmp_path), [IMAGES], wanted)
     formats = ("qdq", "deploy", "fake_quant")
-    quantized.save(tmp_path / "q", formats=formats, placement="exact", target="exact8", check=False)
+    quantized.save(tmp_path / "q", formats=formats, placement="exact", target="exact8", opset=21, check=False)
     files = stored(tmp_path / "q_qdq_model.onnx", LAYERS)
-    pair = tmp_path / "q_deploy_model.prototxt", tmp_path / "q_deploy_weights.caffemodel"
-    deploy = pycaffe.Net(*map(str, pair), pycaffe.TEST)
+    deploy, fake_quant = (
+        pycaffe.Net(str(tmp_path / f"q_{pair}_model.prototxt"), str(tmp_path / f"q_{pair}_weights.caffemodel"), 1)
+        for pair in ("deploy", "fake_quant")
+    )
     for name in LAYERS:
         weight, bias = (np.array(blob.data).astype(np.int64) for blob in deploy.params[name])
         np.testing.assert_array_equal(files[name][0].reshape(weight.shape), weight)
         np.testing.assert_array_equal(files[name][1], bias)
+        scale = quantized.qparams[name].weight.scale.double().numpy()
+        steps = scale.reshape(-1, *[1] * (weight.ndim - 1)), scale * quantized.qparams[name].input.step
+        for own, other, step in zip((weight, bias), fake_quant.params[name], steps, strict=True):  # real numbers
+            np.testing.assert_array_equal(np.rint(np.array(other.data) / step).astype(np.int64), own)
+
+
+def test_a_caffe_config_without_bias_correction_has_other_biases(tmp_path):
+    quantized = amct.caffe.quantize(*caffe_files(tmp_path), [IMAGES])
+    quantized.save(tmp_path / "q", formats=("qdq",), placement="exact", target="exact8", check=False)
+    files = stored(tmp_path / "q_qdq_model.onnx", LAYERS)
     plain = amct.caffe.quantize(*caffe_files(tmp_path), [IMAGES], amct.caffe.QuantConfig(bias_correction=False))
     plain.save(tmp_path / "p", formats=("qdq",), placement="exact", target="exact8", check=False)
     without = stored(tmp_path / "p_qdq_model.onnx", LAYERS)

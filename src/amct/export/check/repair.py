@@ -41,8 +41,8 @@ MOST_COST = 0.3
 """The largest share of the time saved by integers that a repair may give up."""
 CHEAP = 0.1
 """The same for a file that is nearly as good as 8-bit outputs can be."""
-TINY_WORK = 6e7
-"""Multiplications of a model that runs in less than half a millisecond: nobody minds what its repair costs."""
+TINY_WORK = 3e7
+"""Multiplications of a model that runs in a few tenths of a millisecond: nobody minds what its repair costs."""
 MOST_EXPORTS = 3
 """How often a file is exported and measured."""
 MOST_PROBED = 3e11
