@@ -52,10 +52,10 @@ def files(pictures, tmp_path_factory):
     quantized = amct.pytorch.quantize(Sums().eval(), pictures)
     quantized.save(folder / "net", ["qdq"], check=False)
     save_model(folder / "float.onnx", quantized.prepared.float_model(None))
-    quantized.save(folder / "tiny", ["qdq"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repair, "TINY_WORK", 0.0)  # as if it were large
-        quantized.save(folder / "repaired", ["qdq"])
+    for name, work in (("tiny", np.inf), ("repaired", 0.0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(repair, "TINY_WORK", work)
+            quantized.save(folder / name, ["qdq"])
     return folder
 
 
