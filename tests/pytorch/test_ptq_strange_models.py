@@ -327,12 +327,28 @@ class Complex(nn.Module):
         return torch.fft.irfft(torch.fft.rfft(self.body(x)) * self.filter, n=8)
 
 
+class Sparse(nn.Module):
+    def __init__(self, layout):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.register_buffer("links", torch.eye(2).to_sparse(layout=layout))
+
+    def forward(self, x):
+        return torch.relu(self.links @ self.body(x))
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch says that its sparse tensors may change
+    SPARSE = {layout: Sparse(layout).eval() for layout in (torch.sparse_coo, torch.sparse_csr)}
+
 UNEXPORTABLE = {
     "a projection": (
         with_forward(lambda self, x: self.body(self.recurrent(x)[0]), recurrent=nn.LSTM(6, 5, proj_size=3),
                      body=nn.Linear(3, 2)), (4, 2, 6), "proj_size cannot be exported.*a Linear behind",
     ),
     "a complex parameter": (Complex().eval(), (2, 8), '"filter" is complex, and ONNX files have real tensors only'),
+    "a sparse buffer": (SPARSE[torch.sparse_coo], (2, 8), r'"links" is sparse \(sparse_coo\), and ONNX files'),
+    "a compressed buffer": (SPARSE[torch.sparse_csr], (2, 8), r'"links" is sparse \(sparse_csr\), and ONNX files'),
     "an operator without a form": (
         nn.Sequential(nn.Linear(6, 6), Eigenvalues()).eval(),
         (6, 6), r"the operator aten\.\w+eigh.*test_ptq_strange_models.py:\d+\) has no form in ONNX",

@@ -44,9 +44,9 @@ def exported_by_torch(
     """The program as torch.onnx converts it, unoptimized, with the names that our own rules would give.
 
     Raises:
-        ExportError: a parameter is complex, or torch.onnx cannot convert an operation; the message names it.
+        ExportError: a parameter is complex or sparse, or torch.onnx cannot convert an operation; the message names it.
     """
-    _refuse_complex(stored)
+    _refuse_complex_and_sparse(stored)
     converted = _converted(program, opset)
     _restore_names(converted.model)
     _put_parameters(converted.model, stored)
@@ -187,14 +187,19 @@ def _origin(node: fx.Node) -> str:
     return str(name)
 
 
-def _refuse_complex(stored: Mapping[str, torch.Tensor]) -> None:
-    """Raise an error for a complex parameter: torch.onnx writes it into a file that no runtime loads."""
-    name = next((name for name, tensor in stored.items() if tensor.is_complex()), None)
-    if name is not None:
-        raise ExportError(
-            f'"{name}" is complex, and ONNX files have real tensors only; store its real and imaginary part as real '
-            "tensors and compute with both"
-        )
+def _refuse_complex_and_sparse(stored: Mapping[str, torch.Tensor]) -> None:
+    """Raise an error for a parameter of a kind that ONNX lacks: torch.onnx fails, or writes what no runtime loads."""
+    for name, tensor in stored.items():
+        if tensor.is_complex():
+            raise ExportError(
+                f'"{name}" is complex, and ONNX files have real tensors only; store its real and imaginary part as '
+                "real tensors and compute with both"
+            )
+        if tensor.layout is not torch.strided:
+            raise ExportError(
+                f'"{name}" is sparse ({str(tensor.layout).removeprefix("torch.")}), and ONNX files have dense tensors '
+                "only; store it as a dense tensor (.to_dense())"
+            )
 
 
 def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  torch.onnx.ONNXProgram, an optional import
