@@ -365,7 +365,9 @@ def test_one_line_tells_the_numbers_of_each_file(folder, capsys, model):
     arguments = ["quantize", *model, "--data", "data.npy", "--batch-size", "2", "-o", "out/net", "--report"]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    pattern = r"out/net_qdq_model\.onnx  ((?:Good|Acceptable)  cosine [01]\.\d{4}  SQNR \d+\.\d dB  \d+\.\dx float)"
+    pattern = (
+        r"out/net_qdq_model\.onnx  ((?:Good|Acceptable)  cosine [01]\.\d{4}  SQNR \d+\.\d dB  \d+\.\dx float) \(.+\)"
+    )
     (found,) = [match for line in lines if (match := re.fullmatch(pattern, line))]
     assert found[1] in (folder / "out/net_report.html").read_text(encoding="utf-8")
     check = json.loads((folder / "out/net_quant.json").read_text())["files"]["net_qdq_model.onnx"]["check"]
