@@ -14,6 +14,9 @@ from three_doors import caffe_pair, onnx_file, torch_network
 import amct.pytorch
 from amct.caffe import pycaffe as caffe
 from amct.cli import main
+from amct.cli.options import DataOptions
+from amct.cli.search import _read
+from amct.errors import ArgumentError, ParseError
 from amct.model.quant_json import read_quant_json
 
 PICTURES = np.random.default_rng(9).normal(0.2, 1, (700, 3, 8, 8)).astype(np.float32)
@@ -234,3 +237,20 @@ def test_arrays_without_labels_are_told(two_inputs, tmp_path, capsys, monkeypatc
     )
     assert main(["quantize", "two.onnx", "--data", str(tmp_path / "absent.npz"), "--max-drop", "1", "-o", "o/n"]) == 2
     assert "absent.npz" in capsys.readouterr().err
+
+
+def test_labels_of_pictures_with_one_name_in_several_folders(tmp_path):
+    folders = tmp_path / "a", tmp_path / "b"
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        Image.fromarray(np.full((8, 8, 3), 40 * number, np.uint8)).save(folder / "1.png")
+    data = DataOptions(data=tmp_path)
+    labels = tmp_path / "labels.tsv"
+    labels.write_text("a/1.png\t3\nb/1.png\t5\n")
+    assert sorted(_read(data, labels, ()).labels) == [3, 5]
+    labels.write_text("1.png\t3\n")
+    with pytest.raises(ArgumentError, match="write their folders too"):
+        _read(data, labels, ())
+    labels.write_text("1.png\t3\n1.png\t4\n")
+    with pytest.raises(ParseError, match=r'labels.tsv:2: "1.png" has the label 3 before and 4 here'):
+        _read(data, labels, ())

@@ -11,7 +11,7 @@ import torch
 from three_doors import torch_network
 
 import amct.pytorch
-from amct.errors import EvaluatorError
+from amct.errors import ArgumentError, EvaluatorError
 from amct.search.costs import bit_operations_of
 from amct.search.judge import SampleJudge
 from amct.search.run import Candidates
@@ -212,3 +212,15 @@ def test_latency_leaves_nothing_that_does_not_pay():
     found = searched(max_drop=5.0, minimize="latency", choices=["float", "int8"])
     assert found.placement == "auto"
     assert found.certificate.met
+
+
+@pytest.mark.parametrize("goal", [{"max_drop": 0.1}, {"min_agreement": 99.9}])
+def test_too_few_samples_are_told_before_the_work_begins(goal):
+    few = (PICTURES[:40], LABELS[:40]) if "max_drop" in goal else PICTURES[:40].split(8)
+
+    def never():
+        raise AssertionError("calibration began")
+        yield
+
+    with pytest.raises(ArgumentError, match="40 samples are too few to certify"):
+        amct.pytorch.quantize_to(MODEL, never(), few, certify=True, **goal)

@@ -170,15 +170,22 @@ def _read(data: DataOptions, labels: Path | None, names: tuple[str, ...]) -> _St
         count = len(next(iter(arrays.values())))
         return _Stored(arrays, [None] * count if found is None else [int(label) for label in found])
     by_name = None if labels is None else _labels_of(labels)
+    used: dict[str, str] = {}
     values: list[NDArray[Any]] = []
     given: list[int | None] = []
     for sample in data.samples():
         label = sample.label
         if by_name is not None:
-            name = Path(sample.name).name
-            if name not in by_name:
-                raise ArgumentError(f'--labels: {labels} has no label for the picture "{name}"')
-            label = by_name[name]
+            parts = Path(sample.name).parts
+            ends = ("/".join(parts[first:]) for first in range(len(parts)))
+            key = next((end for end in ends if end in by_name), None)
+            if key is None:
+                raise ArgumentError(f'--labels: {labels} has no label for the picture "{parts[-1]}"')
+            if used.setdefault(key, sample.name) != sample.name:
+                raise ArgumentError(
+                    f'--labels: "{key}" in {labels} is both {used[key]} and {sample.name}; write their folders too'
+                )
+            label = by_name[key]
         values.append(sample.values)
         given.append(label)
     shapes = {each.shape for each in values}
@@ -188,7 +195,7 @@ def _read(data: DataOptions, labels: Path | None, names: tuple[str, ...]) -> _St
 
 
 def _labels_of(path: Path) -> dict[str, int]:
-    """By file name: the class number."""
+    """By file name, with folders or without as it is written: the class number."""
     from amct.atomic import read_bytes
 
     found = {}
@@ -198,7 +205,9 @@ def _labels_of(path: Path) -> dict[str, int]:
             continue
         if not name or not label.strip().lstrip("-").isdecimal():
             raise ParseError(f'{path}:{number}: expected a file name, a tab and a class number, got "{line[:80]}"')
-        found[Path(name.strip()).name] = int(label)
+        key = Path(name.strip()).as_posix()
+        if found.setdefault(key, int(label)) != int(label):
+            raise ParseError(f'{path}:{number}: "{key}" has the label {found[key]} before and {int(label)} here')
     return found
 
 

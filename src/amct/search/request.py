@@ -16,7 +16,7 @@ from amct.search.goal import Agreement, Drop, Evaluate, Evaluated, Goal, Score, 
 from amct.search.journal import Journal
 from amct.search.judge import EvaluatorJudge, SampleJudge, check_samples
 from amct.search.run import Candidates, Limits, Search
-from amct.search.samples import Samples, labelled_pairs
+from amct.search.samples import Samples, counted_samples, labelled_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -130,6 +130,8 @@ class SearchRequest:
         if isinstance(goal, Goal) and goal.has_labels:
             labelled, count = labelled_pairs(labelled)
             check_samples(goal, count, limits.confidence, certify=limits.certify)
+        elif isinstance(goal, Goal) and (known := counted_samples(labelled)) is not None:
+            check_samples(goal, known, limits.confidence, certify=limits.certify)
         minimize = options.get("minimize", SIZE)
         if minimize not in COSTS:
             raise ArgumentError(f"minimize: expected one of {', '.join(COSTS)}, got {minimize!r}")
@@ -181,7 +183,7 @@ class SearchRequest:
             data = fingerprint([str(len(samples)), *([] if samples.labels is None else [samples.labels])])
             journal = self._journal(base, data)
             judge = SampleJudge(goal, samples, self.seed, journal)
-            if not goal.has_labels:
+            if not goal.has_labels and counted_samples(self.samples) is None:
                 check_samples(goal, len(samples), self.limits.confidence, certify=self.limits.certify)
         candidates = Candidates(base, self.choices, learned or {})
         cost = COSTS[self.minimize](candidates)

@@ -111,6 +111,14 @@ def labelled_pairs(labelled: object) -> tuple[list[tuple[Any, Any]], int]:
     return found, count
 
 
+def counted_samples(data: object) -> int | None:
+    """The number of samples of inputs where that can be told without running anything: of arrays, and lists of them."""
+    batches = [data] if _is_array(data) else data
+    if not isinstance(batches, (list, tuple)) or not all(_is_array(each) and each.ndim for each in batches):
+        return None
+    return sum(map(len, batches))
+
+
 def _is_array(value: object) -> bool:
     return isinstance(value, (Tensor, np.ndarray))
 
