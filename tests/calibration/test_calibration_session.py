@@ -259,7 +259,7 @@ def test_tensors_between_layers_never_hold_up_or_break_the_session():
 def test_a_session_can_end_with_what_there_is():
     session = CalibrationSession([stream("a", OPEN_ENDED), stream("b", OPEN_ENDED)])
     session.observe("a", data(1))
-    with pytest.raises(CalibrationError, match='1 of 2 layers were reached by no batch: "b"'):
+    with pytest.raises(CalibrationError, match='no batch reaches 1 of 2 layers: "b"'):
         session.finish()
     session.observe("b", data(2))
     session.finish()

@@ -133,7 +133,7 @@ def test_a_fixed_batch_size_is_kept(folder, capsys):
     assert "--batch-size 3 is left out: the model takes 2 samples at once" in capsys.readouterr().err
     two_inputs(folder, batch=7)
     assert main([*TEXT, "--json"]) == 2
-    assert "the model takes 7 samples at once, there are 5" in capsys.readouterr().err
+    assert "the model takes 7 samples at once, got 5" in capsys.readouterr().err
 
 
 def test_arrays_that_do_not_fit_the_inputs(folder, capsys):

@@ -101,7 +101,7 @@ def test_init_writes_a_config_that_check_accepts(folder, capsys):
     assert config["fc"]["quant_enable"] is False
     capsys.readouterr()
     assert main(["config", "check", "out/config.json", "--model", "net.prototxt"]) == 0
-    assert "2 of 4 layers are compressed" in capsys.readouterr().out
+    assert "2 of 4 layers compressed" in capsys.readouterr().out
 
 
 def test_init_says_that_a_config_without_batch_num_takes_one_batch(folder, capsys):

@@ -227,7 +227,7 @@ def test_wrong_arguments_are_answered(options, error, message):
     [
         ([], "there is no batch"),
         ([torch.zeros(4, 8)], r"expected \(inputs, labels\), got a Tensor of 4"),
-        ([(torch.zeros(4, 8), torch.zeros(3))], "4 samples have 3 labels"),
+        ([(torch.zeros(4, 8), torch.zeros(3))], "4 samples with 3 labels"),
         ("folder", "got str"),
         (None, "expected batches of"),
     ],

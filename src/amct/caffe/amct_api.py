@@ -33,6 +33,7 @@ from amct.calibration.record_files import progress_path
 from amct.config.ptq.caffe import CAFFE
 from amct.export.check.batch import batch_path
 from amct.model import Skip
+from amct.printable import counted
 from amct.record import CaffeRecord, write_record
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modi
             write_model(group, modified, *files)
     ranks.meet("weights_quantize_model")
     graph.stage = Stage.WEIGHTS_QUANTIZED
-    logger.info("Quantized the weights of %d layers.", len(graph.weights))
+    logger.info("Quantized the weights of %s.", counted(len(graph.weights), "layer"))
 
 
 @caffe_function
@@ -228,7 +229,11 @@ def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, m
             write_model(group, model, *files)
     ranks.meet("activation_quantize_model")
     graph.stage = Stage.CALIBRATING
-    logger.info("Inserted calibration layers for %d layers; run %d batches.", len(plans), graph.plan.batch_num)
+    logger.info(
+        "Inserted calibration layers for %s; run %s.",
+        counted(len(plans), "layer"),
+        counted(graph.plan.batch_num, "batch"),
+    )
 
 
 def _output_files(model: AnyPath, weights: AnyPath) -> tuple[Path, Path]:

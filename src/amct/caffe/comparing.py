@@ -26,6 +26,7 @@ from amct.model.quant_json import file_beside, notes_beside
 from amct.pipeline.compare import measure
 from amct.pipeline.door import ModelOutput
 from amct.pipeline.quantized_model import QuantizedModel
+from amct.printable import counted
 from amct.record import DataFactors
 from amct.report.filling import QuantizedInput, input_key
 
@@ -110,10 +111,10 @@ def both_sides(
     given, _ = _files(float_model, "float_model")
     if changed and given.name != equalized.name:
         logger.warning(
-            "%s was equalized before: the channels of %d layers have other sizes than in %s. To compare layers, give "
+            "%s was equalized before: the channels of %s have other sizes than in %s. To compare layers, give "
             "%s and its caffemodel as the float model",
             quantized.model_file.name,
-            len(changed),
+            counted(len(changed), "layer"),
             given.name,
             equalized,
         )

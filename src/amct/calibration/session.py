@@ -38,6 +38,7 @@ from amct.errors import ArgumentError, CalibrationError, did_you_mean
 from amct.log import ProgressBar
 from amct.numerics.observer import MergeableObserver, is_dense
 from amct.numerics.qparams import Observed
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -157,8 +158,8 @@ class CalibrationSession(ObservedTensors):
         shown = ", ".join(f'"{layer}"' for layer in few[:_SHOWN_LAYERS])
         rest = f" and {len(few) - _SHOWN_LAYERS} more" if len(few) > _SHOWN_LAYERS else ""
         return (
-            f"calibrated {total - len(waiting)} of {total} layers; {most} more "
-            f"batch{'' if most == 1 else 'es'} needed for {shown}{rest}"
+            f"calibrated {total - len(waiting)} of {counted(total, 'layer')}; {counted(most, 'more batch')} needed for "
+            f"{shown}{rest}"
         )
 
     @contextmanager
@@ -242,7 +243,7 @@ class CalibrationSession(ObservedTensors):
         if unseen:
             shown = ", ".join(f'"{layer}"' for layer in unseen[:_SHOWN_LAYERS])
             raise CalibrationError(
-                f"{len(unseen)} of {len(self._layers)} layers were reached by no batch: {shown}; "
+                f"no batch reaches {len(unseen)} of {counted(len(self._layers), 'layer')}: {shown}; "
                 "calibrate with data that reaches them, or leave them in float"
             )
 
@@ -292,8 +293,7 @@ class CalibrationSession(ObservedTensors):
         batches = max(seen for seen, _ in self.progress.values())
         count = len(self._layers)
         if self._ranks.is_first:
-            form = "batch" if batches == 1 else "batches"
-            logger.info("calibrated %d of %d layers (%d %s)", count, count, batches, form)
+            logger.info("calibrated %d of %s (%s)", count, counted(count, "layer"), counted(batches, "batch"))
         self._tensors = {}
 
     def _own_result(self, check: Callable[[], None] | None) -> CalibrationResult:

@@ -88,7 +88,7 @@ def full_batches(batches: Iterable[Any], size: int | None, source: Path, *, firs
         length = len(parts[0]) if isinstance(parts, (list, tuple)) else len(parts)
         if size is not None and length < size:
             if count == 0:
-                raise CalibrationError(f"{source}: the model takes {size} samples at once, there are {length}")
+                raise CalibrationError(f"{source}: the model takes {counted(size, 'sample')} at once, got {length}")
             logger.warning("left out, as the model takes %d at once: %s", size, counted(length, "sample"))
             return
         yield batch

@@ -14,6 +14,7 @@ from amct.cli.options import JsonOption, ShapeOption
 from amct.cli.own_layers import takes_own_layers
 from amct.cli.printing import aligned, show, show_json
 from amct.errors import ArgumentError
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -90,7 +91,7 @@ def init(
     config = _expanded(cfg, dialect, ConfigKind.ptq, layers) if cfg else _default(dialect, layers)
     atomic.write_text(output, config.to_json())
     _show_warnings(config)
-    show(f"wrote {output}: {len(config.layers)} quantizable layers of {len(layers)}")
+    show(f"wrote {output}: {counted(len(config.layers), 'quantizable layer')} of {len(layers)}")
     if cfg is None or "batch_num" not in config.origins:
         show(
             f"batch_num is 1, AMCT's default: calibration takes 1 batch, however many there are; change it in {output}"
@@ -112,7 +113,7 @@ def check(
     full, layers = _read(config, model, input_shape, kind)
     _show_warnings(full)
     enabled = sum(1 for layer in full.layers if _is_enabled(layer.data))
-    show(f"{config}: fits {model}: {enabled} of {len(layers)} layers are compressed")
+    show(f"{config}: fits {model}: {enabled} of {counted(len(layers), 'layer')} compressed")
 
 
 @app.command()

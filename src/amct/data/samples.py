@@ -32,6 +32,7 @@ from amct.data.arrays import (
 from amct.data.images import read_bytes, read_image, resize, walk_images
 from amct.data.lmdb import LmdbReader, data_file, is_lmdb, parse_datum, to_bgr
 from amct.errors import ArgumentError, FileError, ParseError
+from amct.printable import counted
 from amct.schema import message_class
 
 if TYPE_CHECKING:
@@ -394,7 +395,7 @@ def _stacked_source(
     if values.dtype.kind not in "buif":
         raise ParseError(f"{path}: the array holds {values.dtype}, not numbers")
     if labels is not None and (labels.shape[:1] != values.shape[:1] or not labels.size):
-        raise ParseError(f"{path}: {len(values)} samples but labels of shape {labels.shape}")
+        raise ParseError(f"{path}: {counted(len(values), 'sample')} but labels of shape {labels.shape}")
     if labels is not None and (labels.dtype.kind not in "buif" or not np.isfinite(labels).all()):
         raise ParseError(f"{path}: expected whole numbers as labels, got {labels.dtype} or NaN; give class numbers")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from amct.printable import counted
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationData:
@@ -24,6 +26,7 @@ class CalibrationData:
 
     def __str__(self) -> str:
         """``50 of 200 pictures``."""
+        one = "batch" if self.unit == "batches" else self.unit.removesuffix("s")
         if self.of is not None:
-            return f"{self.used} of {self.of} {self.unit}"
-        return f"{self.used} {self.unit if self.used != 1 else self.unit.removesuffix('es').removesuffix('s')}"
+            return f"{self.used} of {counted(self.of, one)}"
+        return counted(self.used, one)

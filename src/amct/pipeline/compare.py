@@ -24,6 +24,7 @@ from amct.export.formats import layer_outputs, rescaled_layers
 from amct.export.onnx.kept_weights import KeptWeights, read_parts
 from amct.export.onnx.messages import first_line
 from amct.export.onnx.runtime import Runner, as_tensor, open_session
+from amct.printable import counted
 from amct.report.measuring import Measuring
 
 if TYPE_CHECKING:
@@ -296,7 +297,9 @@ class WrittenFile:
             chosen = np.minimum(np.arange(start, start + size), count - 1)
             results = self._session.run(self._outputs, {name: values[chosen] for name, values in feeds.items()})
             if any(len(result) != size for result in results):
-                raise CalibrationError(f"the file takes {size} samples at once, and its outputs are not per sample")
+                raise CalibrationError(
+                    f"the file takes {counted(size, 'sample')} at once, and its outputs are not per sample"
+                )
             parts.append([result[: count - start] for result in results])
         columns = zip(self._outputs, zip(*parts, strict=True), strict=True)
         return {name: np.concatenate(column) for name, column in columns}

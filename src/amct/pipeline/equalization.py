@@ -21,6 +21,7 @@ from amct.export.onnx.runtime import Runner, as_tensor
 from amct.model.kinds import LayerKind
 from amct.numerics.arq import channels_first, from_channels_first
 from amct.numerics.balancing import ChannelStatistics, ConsumerNoise, balance_weight, choose_factors
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -131,7 +132,7 @@ def equalization(
         found.divisors[route.layer] = factors
         for use in route.uses:
             found.multipliers[use.layer] = factors.repeat_interleave(use.positions)
-    logger.info("equalized the channels of %d layers", len(found.divisors))
+    logger.info("equalized the channels of %s", counted(len(found.divisors), "layer"))
     return found
 
 

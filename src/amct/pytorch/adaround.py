@@ -27,6 +27,7 @@ from amct.numerics.adaround.rounding import Learning
 from amct.numerics.integer import ConvolutionGeometry
 from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline.weights import layer_error
+from amct.printable import counted
 from amct.pytorch.call_sites import has_own_forward, observe_operation
 from amct.pytorch.capture.functional_layers import layer_module, named_layers
 from amct.pytorch.capture.layer_types import put_weights
@@ -228,7 +229,8 @@ def _merged(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tenso
         else:
             first = inputs[0].shape[1:]
             kept = [index for index, x in enumerate(inputs) if x.shape[1:] == first]
-            note = f"AdaRound learns from {len(kept)} of {len(inputs)} batches, those of input shape {list(first)}"
+            count = counted(len(inputs), "batch")
+            note = f"AdaRound learns from {len(kept)} of {count}, those of input shape {list(first)}"
             return CachedData(torch.cat([inputs[i] for i in kept]), torch.cat([outputs[i] for i in kept])), [note]
     return CachedData(torch.cat(list(inputs)), torch.cat(list(outputs))), []
 

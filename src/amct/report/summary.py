@@ -42,8 +42,8 @@ def rounding_text(layers: Iterable[LayerQParams]) -> str:
     if not cancelling and not corrected:
         return ""
     return (
-        f"rounding errors of weights cancel in {cancelling} of {len(weighted)} layers, and the biases of {corrected} "
-        "make up for the mean error\n"
+        f"rounding errors of weights cancel in {cancelling} of {counted(len(weighted), 'layer')}, and the biases of "
+        f"{corrected} make up for the mean error\n"
         "  all files hold these integers, but the QDQ file for every CPU (portable) rounds convolutions and linear "
         "layers again,\n"
         "  so that pairs of weights fit 16 bits, and in QDQ files a linear layer has one scale per output"
@@ -68,6 +68,6 @@ def summary_text(name: str, record: AnyRecord, folded: int, skipped: Sequence[Sk
     if skipped:
         names = [_shown(skip) for skip in skipped]
         width = max(map(len, names))
-        lines.append(f"{len(skipped)} left as they are:")
+        lines.append(f"{counted(len(skipped), 'layer')} left in float:")
         lines += [f"  {name:<{width}}  {skip.reason}" for name, skip in zip(names, skipped, strict=True)]
     return printable("\n".join(lines))

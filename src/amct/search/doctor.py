@@ -23,6 +23,7 @@ from amct.export.onnx.runtime import Runner
 from amct.numerics.affine import integer_range
 from amct.numerics.settings import IfmrSettings
 from amct.pipeline.sensitivity import layer_sensitivity
+from amct.printable import counted
 from amct.report.filling import input_key
 from amct.search.causes import (
     CLIPPED,
@@ -311,7 +312,7 @@ class _Patient:
         if self._stream.get(name) != seen[0]:
             return OUTLIER_CHANNEL, text
         readers = [layer for layer, channel in self._stream.items() if channel == seen[0]]
-        return RESIDUAL, f"{text} in the stream that {len(readers)} layers read, {readers[0]} first"
+        return RESIDUAL, f"{text} in the stream of {counted(len(readers), 'layer')}, {readers[0]} first"
 
     def _clipped(self, name: str, rows: NDArray[np.float64]) -> tuple[str, str] | None:
         """Whether values outside of the range make more noise than the steps inside."""

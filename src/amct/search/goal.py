@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from amct.errors import AmctError, ArgumentError, ArgumentTypeError, EvaluatorError
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -259,12 +260,12 @@ def checked_scores(value: Any, count: int) -> NDArray[np.float64]:  # noqa: ANN4
         scores = array.astype(np.float64)
     except (TypeError, ValueError) as error:
         raise EvaluatorError(
-            f"score returned a {type(value).__name__}; expected one number for each of the {count} samples"
+            f"score returned a {type(value).__name__}; expected one number for each of {counted(count, 'sample')}"
         ) from error
     if scores.shape != (count,):
         raise EvaluatorError(
-            f"score returned the shape {list(scores.shape)} for a batch of {count} samples; expected [{count}], one "
-            "number for each (a mean over the batch is not enough: give evaluate= for such a metric)"
+            f"score returned the shape {list(scores.shape)} for a batch of {counted(count, 'sample')}; expected "
+            f"[{count}], one number for each (a mean over the batch is not enough: give evaluate= for such a metric)"
         )
     if not np.isfinite(scores).all():
         raise EvaluatorError(f"score returned {scores[~np.isfinite(scores)][0]} for a sample; expected finite numbers")

@@ -17,6 +17,7 @@ from amct.export.onnx.messages import fixed_batch_size
 from amct.export.onnx.runtime import Runner
 from amct.interrupts import raise_if_interrupted
 from amct.memory import gibibytes
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +74,10 @@ class Samples:
         self._arguments, self.count = _joined(arguments)
         self.labels = np.concatenate(labels) if labels else None
         if self.labels is not None and len(self.labels) != self.count:
-            raise ArgumentError(f"labelled: {self.count} samples have {len(self.labels)} labels; one each is expected")
+            raise ArgumentError(
+                f"labelled: {counted(self.count, 'sample')} with {counted(len(self.labels), 'label')}; "
+                "one each is expected"
+            )
 
     def __len__(self) -> int:
         return self.count
@@ -128,7 +132,9 @@ def _labels(given: Any, count: int, number: int) -> NDArray[Any]:  # noqa: ANN40
     if labels.ndim == 0:
         labels = labels.reshape(1)
     if len(labels) != count:
-        raise ArgumentError(f"labelled: batch {number}: {count} samples have {len(labels)} labels")
+        raise ArgumentError(
+            f"labelled: batch {number}: {counted(count, 'sample')} with {counted(len(labels), 'label')}"
+        )
     return labels
 
 

@@ -26,6 +26,7 @@ from amct.caffe.ptq.graph import calibrated_layers, start_calibration
 from amct.errors import CalibrationError
 from amct.export.check.losses import matched_boxes, similarity_over
 from amct.numerics.balancing import ChannelStatistics, ConsumerNoise, choose_factors
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -96,7 +97,7 @@ def equalize_model(
     restore_in_place(model.net)
     with FileGroup() as group:
         write_model(group, model, *files)
-    logger.info("Equalized the channels of %d layers.", len(found))
+    logger.info("Equalized the channels of %s.", counted(len(found), "layer"))
     return list(found)
 
 

@@ -20,6 +20,7 @@ from amct.caffe.ptq.graph import input_layer, taken_names, watched_blobs
 from amct.config.qat.dialect import CAFFE_QAT, say_fixed_min
 from amct.model import Skip
 from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
+from amct.printable import counted
 from amct.record import CaffeRecord, write_record
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def write_retrain_model(
     write_record(CaffeRecord(), files.record, form="text")
     with FileGroup() as group:
         write_model(group, model, files.model, files.weights)
-    logger.info("Inserted layers of retraining for %d layers.", len(plans))
+    logger.info("Inserted layers of retraining for %s.", counted(len(plans), "layer"))
 
 
 def retrain_plan(config_file: AnyPath, tested: CaffeModel) -> RetrainPlan:

@@ -30,6 +30,7 @@ from amct.export.request import ExportOptions, Placement, SaveRequest, Target
 from amct.export.saving import save_files
 from amct.numerics.qparams import LayerQParams, QParams
 from amct.numerics.settings import ArqSettings
+from amct.printable import counted
 from amct.record import CaffeLayerRecord, CaffeRecord, diff_records, read_caffe_record, validate_record
 from amct.record.conversion import caffe_layer_qparams, caffe_layer_record
 
@@ -206,7 +207,7 @@ def _checked_record(path: Path, trained: Mapping[str, LayerQParams], model: Trai
     if missing:
         raise RecordError(
             f"Cannot find scale_d of layer '{missing[0]}' in record file {path}: {len(missing)} of "
-            f"{len(trained)} layers have none. The TEST phase of the solver writes them: set test_iter and "
+            f"{counted(len(trained), 'layer')} without it. The TEST phase of the solver writes them: set test_iter and "
             "test_interval above 0, and train to a test"
         )
     validate_record(record, record_layers(model.model, set(trained)))

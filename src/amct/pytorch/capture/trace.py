@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from amct.config.layers import LayerInfo, LayerList
 from amct.errors import ArgumentTypeError, ExportError, ModelError
 from amct.model import Graph, LayerFacts, Skip
+from amct.printable import counted
 from amct.pytorch.capture.functional_layers import functional_layers, layer_module, named_layers
 from amct.pytorch.capture.layer_types import (
     LAYER_TYPES,
@@ -169,9 +170,9 @@ def _captured(
     fixed = [f'axis {axis} of "{name}" is {size}' for name, axis, size in _FIXED_AXIS.findall(program.detail)]
     if wished is not None:
         logger.info(
-            "%s: the files take batches of %d samples only, as the model does not let their number vary: %s",
+            "%s: the files take batches of %s only, as the model does not let their number vary: %s",
             type(model).__name__,
-            inputs.tensors()[0].shape[0],
+            counted(inputs.tensors()[0].shape[0], "sample"),
             ", ".join(fixed) or program,
         )
         return names, with_fixed_sizes

@@ -12,6 +12,7 @@ from amct import log
 from amct.errors import ArgumentError, ModelArgumentError
 from amct.export.check.running import LoadedModel, median_seconds
 from amct.numerics.low_rank import ResponseMoments, response_factors
+from amct.printable import counted
 from amct.pytorch.decomposition.pairs import RESPONSES, Pairable, PairBuilder, put_pairs, why_not_replaceable
 from amct.pytorch.inputs import IoOptions, tensors_in
 from amct.pytorch.pruning.saving import float_model, onnx_feeds, traced_plain
@@ -173,7 +174,7 @@ class RankChoice:
             least = (ladder.costs[0] + others) / macs
             raise ArgumentError(
                 f"flops: {share:g} of the operations cannot be reached with pairs of layers, only {least:.2f}; "
-                f"{len(self.kept)} layers stay whole, such as {', '.join(list(self.kept)[:3]) or 'none'}"
+                f"{counted(len(self.kept), 'layer')} left whole, such as {', '.join(list(self.kept)[:3]) or 'none'}"
             )
         return {name: int(rank) for name, rank in ladder.choices(fits[-1]).items() if rank}
 

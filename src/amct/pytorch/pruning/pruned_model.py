@@ -14,7 +14,7 @@ from markupsafe import Markup
 from amct import atomic
 from amct.errors import ArgumentError
 from amct.export.request import FLOAT, SavePath, check_opset
-from amct.printable import escaped, printable, shortened
+from amct.printable import counted, escaped, printable, shortened
 from amct.pytorch.inputs import torch_batches
 from amct.pytorch.pruning.saving import FloatFiles, save_float
 from amct.pytorch.pruning.sparse import mask_records, sparse_layers
@@ -81,13 +81,17 @@ class PrunedModel:
             f"  {name:<{width}}  {a} → {b} {self._counted}" for name, (a, b) in zip(names, pruned.values(), strict=True)
         ]
         if self.skipped:
-            lines.append(f"{len(self.skipped)} left as they are:")
+            lines.append(f"{counted(len(self.skipped), 'layer')} left unchanged:")
             lines += [f"  {escaped(shortened(skip.layer)):<{width}}  {skip.reason}" for skip in self.skipped]
         return printable("\n".join(lines))
 
     def _what(self, changed: int) -> str:
         sparse = sparse_layers(self.model)
-        return f"{len(sparse)} layers sparse (2:4)" if sparse else f"{changed} of {len(self.channels)} layers pruned"
+        return (
+            f"{counted(len(sparse), 'layer')} sparse (2:4)"
+            if sparse
+            else f"{changed} of {counted(len(self.channels), 'layer')} pruned"
+        )
 
     def _more_lines(self) -> list[str]:
         """What else the summary says of the whole model."""

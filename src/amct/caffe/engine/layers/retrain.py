@@ -22,6 +22,7 @@ from amct.errors import AmctError, ConfigError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.settings import IfmrSettings, WeightKind
 from amct.numerics.training.quantizers import arq_scale, arq_step, scale_count, ulq, ulq_factors, valid_clips
+from amct.printable import counted
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors, write_record
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class _RetrainLayer(Layer):
         log.start("amct_caffe")
         write_record(record, self.record_file, form="text")
         self._written = record
-        logger.info("wrote the factors of %d retrained layers to %s", len(entries), self.record_file)
+        logger.info("wrote the factors of %s to %s", counted(len(entries), "retrained layer"), self.record_file)
 
     def with_factors(self, entry: CaffeLayerRecord) -> CaffeLayerRecord:
         """The entry of the object layer with the factors of this layer."""
