@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import typer
 from torch import nn
 
 import amct.pytorch
 from amct.cli import main
+from amct.cli.app import app
 from amct.cli.quantize import _telling_of
+from amct.model.calibration_data import CalibrationData
 from amct.pipeline.flow import CalibrationFile
+from amct.printable import counted
+
+ROOT = Path(__file__).parents[2]
 
 
 def make():
@@ -111,3 +119,35 @@ def test_runs_on_different_data_are_not_judged(tmp_path, capsys):
     same = [str(tmp_path / f"{name}_quant.json") for name in ("b", "c")]
     assert main(["report", "--compare", *same, "-o", str(tmp_path / "diff.html")]) == 0
     assert "layers better in c than in b: 0; worse: 0" in capsys.readouterr().out
+
+
+def test_every_option_says_what_happens_without_it():
+    commands = typer.main.get_command(app).commands
+    silent = []
+    for name in ("quantize", "prune", "compare"):
+        for option in commands[name].params:
+            needs_none = option.param_type_name == "argument" or option.required or option.is_flag
+            if not needs_none and option.default is None:
+                told = any(words in option.help for words in ("unless given", "default", "Without"))
+                silent += [] if told else [f"{name} {option.opts[0]}"]
+    assert silent == []
+
+
+def test_numbers_of_things_have_a_singular():
+    """What a user reads never says "1 layers": numbers in messages go through ``counted``."""
+    things = "layers|batches|samples|tensors|files|outputs|inputs|pictures|channels|labels|pairs"
+    pattern = re.compile(rf"(\{{len\([^{{}}]*\)\}}|(?<!/)%d)( more)? ({things})\\b")
+    found = [
+        f"{path.name}: {match[0]}"
+        for path in sorted((ROOT / "src" / "amct").rglob("*.py"))
+        for match in pattern.finditer(path.read_text())
+    ]
+    assert found == []
+    assert [counted(1, "batch"), counted(2, "batch"), counted(1, "layer"), counted(0, "layer")] == [
+        "1 batch",
+        "2 batches",
+        "1 layer",
+        "0 layers",
+    ]
+    told = [CalibrationData(used=1), CalibrationData(used=1, of=1, unit="pictures"), CalibrationData(used=2, of=3)]
+    assert [str(each) for each in told] == ["1 batch", "1 of 1 picture", "2 of 3 batches"]

@@ -185,7 +185,9 @@ def top1(output: Any, batch: Batch) -> float:  # noqa: ANN401  an array, or a di
     scores = next(iter(output.values())) if isinstance(output, dict) else output
     labels = batch[1]
     if scores.ndim == 0 or len(scores) != len(labels):
-        raise ArgumentError(f"--top1: expected scores of {len(labels)} samples, got an output of {list(scores.shape)}")
+        raise ArgumentError(
+            f"--top1: expected scores of {counted(len(labels), 'sample')}, got an output of {list(scores.shape)}"
+        )
     return float((scores.reshape(len(labels), -1).argmax(1) == labels).mean())
 
 
@@ -325,7 +327,9 @@ def compare(  # noqa: PLR0913  one for each option
         bool, typer.Option("--boxes", help="A detector: match boxes also where their number is the same in both.")
     ] = False,
     worst: Annotated[int, typer.Option(help="How many of the most harmed layers are shown.", min=0)] = WORST_SHOWN,
-    report: Annotated[Path | None, typer.Option(help="Also write an HTML report to this file.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Also write an HTML report to this file; none unless given.")
+    ] = None,
     runtime: Annotated[
         str | None,
         typer.Option(

@@ -64,12 +64,19 @@ class DataOptions:
         typer.Option(
             help="Data: a folder of pictures, a list of them (.txt: a path and perhaps a label in each line), .npy, "
             ".npz (several inputs: arrays of their names), LMDB or idx. The first pictures of a folder are from all "
-            "over it."
+            "over it. None unless given, where a command can do without."
         ),
     ]
-    size: Annotated[str | None, typer.Option(help="Resize pictures to this size: 224 or height,width.")] = None
-    crop: Annotated[str | None, typer.Option(help="Then crop the centre to this size: 224 or height,width.")] = None
-    mean: Annotated[str | None, typer.Option(help="Subtract: 104,117,123 or a mean file.")] = None
+    size: Annotated[
+        str | None,
+        typer.Option(help="Resize pictures to this size, 224 or height,width; that of the model's input unless given."),
+    ] = None
+    crop: Annotated[
+        str | None, typer.Option(help="Then crop the centre to this size, 224 or height,width; no crop unless given.")
+    ] = None
+    mean: Annotated[
+        str | None, typer.Option(help="Subtract this, 104,117,123 or a mean file; nothing unless given.")
+    ] = None
     scale: Annotated[
         str, typer.Option(help="After subtracting the mean, multiply by this: 0.017 or 0.0171,0.0175,0.0174.")
     ] = "1"
@@ -81,7 +88,7 @@ class DataOptions:
         ),
     ] = None
     batch_size: Annotated[int, typer.Option(help="Samples in a batch of the data.")] = 1
-    batches: Annotated[int | None, typer.Option(help="Use no more batches than this.")] = None
+    batches: Annotated[int | None, typer.Option(help="Use no more batches than this; all unless given.")] = None
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:
         return iter(self.stored())
@@ -307,11 +314,13 @@ class Learning:
     reconstruct: Annotated[
         str | None,
         typer.Option(
-            help='"blocks": let each block of a PyTorch model learn to compute what it does in float; for 4 bits.'
+            help='"blocks": let each block of a PyTorch model learn to compute what it does in float, for 4 bits; '
+            "no learning unless given."
         ),
     ] = None
     reconstruct_seconds: Annotated[
-        float | None, typer.Option("--reconstruct-seconds", help="About how long that may take.")
+        float | None,
+        typer.Option("--reconstruct-seconds", help="About how long that may take; as long as it needs unless given."),
     ] = None
 
     def arguments(self) -> dict[str, Any]:

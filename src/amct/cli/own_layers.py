@@ -23,12 +23,17 @@ class OwnLayers:
     """The options; inside ``in_effect`` every file is read and every net is built as they say."""
 
     custom_proto: Annotated[
-        Path | None, typer.Option("--custom-proto", help="Caffe: a custom.proto with messages of your own layers.")
+        Path | None,
+        typer.Option(
+            "--custom-proto", help="Caffe: a custom.proto with messages of your own layers; none unless given."
+        ),
     ] = None
     modules: Annotated[
         list[str] | None,
         typer.Option(
-            "--import", help="A Python module or file.py to import first: it runs, and registers layers or formats."
+            "--import",
+            help="A Python module or file.py to import first: it runs, and registers layers or formats; "
+            "none unless given.",
         ),
     ] = None
     allow_python: Annotated[

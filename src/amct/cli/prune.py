@@ -32,20 +32,31 @@ def prune(  # noqa: PLR0913  the options of a command
     input_shape: Annotated[str, typer.Option("--input-shape", help="Of an example input, such as 1,3,224,224.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the files go: folder/prefix.")],
     ratio: Annotated[float | None, typer.Option(help="The fraction of channels to remove; 0.3 unless given.")] = None,
-    flops: Annotated[float | None, typer.Option(help="Instead: the fraction of operations that may be left.")] = None,
+    flops: Annotated[
+        float | None, typer.Option(help="Instead: the fraction of operations that may be left; no limit unless given.")
+    ] = None,
     search: Annotated[
         bool, typer.Option("--search", help="Choose how many channels each layer keeps; needs data and a budget.")
     ] = False,
     latency: Annotated[
-        float | None, typer.Option(help="With --search: the fraction of the time in onnxruntime that may be left.")
+        float | None,
+        typer.Option(
+            help="With --search: the fraction of the time in onnxruntime that may be left; no limit unless given."
+        ),
     ] = None,
-    params: Annotated[float | None, typer.Option(help="With --search: the fraction of parameters.")] = None,
+    params: Annotated[
+        float | None, typer.Option(help="With --search: the fraction of parameters; no limit unless given.")
+    ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="With --search: a file that an interrupted search goes on from.")
+        Path | None,
+        typer.Option(help="With --search: a file that an interrupted search goes on from; none unless given."),
     ] = None,
     align: Annotated[int, typer.Option(help="Each layer keeps a multiple of so many channels.")] = 8,
     reach: Annotated[str, typer.Option(help='"full", or "amct": as far as AMCT prunes.')] = "full",
-    config: Annotated[Path | None, typer.Option(help="Instead: a simple config (.cfg) with prune_config.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Instead: a simple config (.cfg) with prune_config; one ratio for all layers unless given."),
+    ] = None,
     data: DataOptions | None,
     sparse: Annotated[bool, typer.Option("--sparse", help="2:4 sparsity instead of removing channels.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Also write OUTPUT_report.html.")] = False,

@@ -53,7 +53,10 @@ def quantize(  # noqa: PLR0913  the options of a command
     output: Annotated[
         str, typer.Option("--output", "-o", help='Where the files go: folder/prefix, or "folder/" without a prefix.')
     ],
-    config: Annotated[Path | None, typer.Option(help="An AMCT config, simple (.cfg) or full (.json).")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="An AMCT config, simple (.cfg) or full (.json); every layer by its defaults unless given."),
+    ] = None,
     data: DataOptions,
     equalize: Annotated[
         bool, typer.Option("--equalize", help="First make channels equal in size; 8 bits lose less then.")
@@ -68,7 +71,8 @@ def quantize(  # noqa: PLR0913  the options of a command
     part: Annotated[
         str | None,
         typer.Option(
-            help='Of a Python reference: quantize and write only this module of the model, such as "backbone".'
+            help='Of a Python reference: quantize and write only this module of the model, such as "backbone"; the '
+            "whole model unless given."
         ),
     ] = None,
     placement: Annotated[
@@ -102,7 +106,9 @@ def quantize(  # noqa: PLR0913  the options of a command
     ] = False,
     fail_on: Annotated[
         str | None,
-        typer.Option(help="End with exit code 3 if the verdict is this or worse: acceptable, poor or broken."),
+        typer.Option(
+            help="End with exit code 3 if the verdict is this or worse: acceptable, poor or broken; never unless given."
+        ),
     ] = None,
     learning: Learning,
     goal: GoalOptions,

@@ -45,21 +45,34 @@ class GoalOptions:
         float | None,
         typer.Option(
             help="Search for the smallest model whose accuracy drops by at most so many points; --data has labels, or "
-            "--labels gives them."
+            "--labels gives them. No search unless given."
         ),
     ] = None
     min_agreement: Annotated[
-        float | None, typer.Option(help="The same without labels: so many percent of the answers stay the same.")
+        float | None,
+        typer.Option(
+            help="The same without labels: so many percent of the answers stay the same; no search unless given."
+        ),
     ] = None
     min_sqnr: Annotated[
-        float | None, typer.Option(help="The same without labels: the first output's SQNR has at least so many dB.")
+        float | None,
+        typer.Option(
+            help="The same without labels: the first output's SQNR has at least so many dB; no search unless given."
+        ),
     ] = None
     labels: Annotated[
-        Path | None, typer.Option(help="A file with the name of a picture, a tab and its class number on each line.")
+        Path | None,
+        typer.Option(
+            help="A file with the name of a picture, a tab and its class number on each line; "
+            "the labels of the data unless given."
+        ),
     ] = None
     evaluate: Annotated[
         str | None,
-        typer.Option(help='With --max-drop: "module:function" that returns the accuracy of a model on its own data.'),
+        typer.Option(
+            help='With --max-drop: "module:function" that returns the accuracy of a model on its own data; '
+            "top-1 unless given."
+        ),
     ] = None
     minimize: Annotated[str, typer.Option(help='What is to be small: "size", "latency" or "bitops".')] = "size"
     choices: Annotated[
@@ -68,14 +81,21 @@ class GoalOptions:
             help='What a layer may become: "float,int8,int4" (default), hfmg8, minmax8, int12, int16, adaround4.'
         ),
     ] = None
-    max_minutes: Annotated[float | None, typer.Option(help="End the search after so many minutes.")] = None
-    max_evaluations: Annotated[float | None, typer.Option(help="End it after so many passes over the data.")] = None
+    max_minutes: Annotated[
+        float | None, typer.Option(help="End the search after so many minutes; no limit unless given.")
+    ] = None
+    max_evaluations: Annotated[
+        float | None, typer.Option(help="End it after so many passes over the data; no limit unless given.")
+    ] = None
     seed: Annotated[int, typer.Option(help="Divides the data into calibration, search and certificate.")] = 0
     certify: Annotated[
         bool, typer.Option("--certify", help="Also the bound of the certificate must meet the goal.")
     ] = False
     point: Annotated[
-        int | None, typer.Option(help="Write this point of an earlier search of OUTPUT, without searching again.")
+        int | None,
+        typer.Option(
+            help="Write this point of an earlier search of OUTPUT, without searching again; no point unless given."
+        ),
     ] = None
 
     @property

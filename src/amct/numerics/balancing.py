@@ -16,6 +16,7 @@ from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE
 from amct.numerics.arq import WeightKind, check_layout, map_rows
 from amct.numerics.rounding import RoundingNoise
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -154,7 +155,7 @@ def _check_channels(good: Tensor, activation: Tensor, weight: Tensor, what: str)
         for channel in channels[:_SHOWN_CHANNELS]
     )
     raise CalibrationError(
-        f"{len(channels)} channels cannot be balanced, their maxima {what}: {shown}; "
+        f"{counted(len(channels), 'channel')} cannot be balanced, the maxima {what}: {shown}; "
         "switch dmq_balancer off for this layer"
     )
 

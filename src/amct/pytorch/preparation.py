@@ -18,6 +18,7 @@ from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline.door import Calibration
 from amct.pipeline.preparation import PreparedForOnnx, enabled_layers, inputs_of_nodes
 from amct.pipeline.weights import quantize_weights
+from amct.printable import counted
 from amct.pytorch.adaround import learn_rounding
 from amct.pytorch.calibrating import start_calibration
 from amct.pytorch.capture.functional_layers import layer_module
@@ -264,7 +265,9 @@ class TorchPreparation(PreparedForOnnx):
         """The outputs of an ONNX file in the structure that the module returns; numbers and the like are its own."""
         count = sum(1 for _ in tensors_in(self._example_output))
         if count != len(arrays):
-            raise ModelError(f"the file has {len(arrays)} outputs, the model returns {count} tensors")
+            raise ModelError(
+                f"the file has {counted(len(arrays), 'output')}, the model returns {counted(count, 'tensor')}"
+            )
         return torch_output(with_tensors(self._example_output, map(as_tensor, arrays.values())))
 
     @cached_property

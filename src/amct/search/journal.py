@@ -17,6 +17,7 @@ import numpy as np
 
 from amct import atomic
 from amct.errors import FileError, SearchError
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -107,7 +108,7 @@ class Journal:
         if len(whole) < len(content):
             logger.info("%s: its last line was cut off and is left out", path)
             atomic.write_bytes(path, whole)
-        logger.info("%s: goes on after %d samples", path, self.repeated)
+        logger.info("%s: goes on after %s", path, counted(self.repeated, "sample"))
 
     def _take(self, entry: dict[str, Any]) -> bool:
         name, start, losses = entry.get("name"), entry.get("start"), entry.get("losses")

@@ -19,6 +19,7 @@ from amct.calibration.ranks import fingerprint
 from amct.interrupts import raise_if_interrupted
 from amct.model.certificate import Point
 from amct.pipeline.sensitivity import layer_sensitivity
+from amct.printable import counted
 from amct.search.choices import FLOAT, plan_with, planned
 from amct.search.costs import Cost, bytes_of
 from amct.search.judge import SHARES
@@ -217,12 +218,12 @@ class Search:
         tried = _Tried(rung, point.noise, point.cost, outcome, point)
         self._tried.append(tried)
         logger.info(
-            "candidate %d: %.4g %s, loss %.4g on %d samples: %s",
+            "candidate %d: %.4g %s, loss %.4g on %s: %s",
             point.number,
             point.cost,
             point.unit,
             outcome.loss,
-            outcome.samples,
+            counted(outcome.samples, "sample"),
             "meets the goal" if outcome.met else "does not meet it",
         )
         if self._on_best is not None and self._best() is not before:

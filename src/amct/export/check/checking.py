@@ -392,7 +392,8 @@ def _packed(file: FileToCheck) -> list[str]:
 
 def _say_repaired(file: FileToCheck, left: tuple[str, ...], measured: FileCheck) -> None:
     logger.info(
-        "%s: %d tensors between the layers stay float, because the file would be worse than the simulation: %s; now %s",
+        "%s: %d of the tensors between the layers stay float, because the file would be worse than the simulation: %s; "
+        "now %s",
         file.target.name,
         len(left),
         ", ".join(left),

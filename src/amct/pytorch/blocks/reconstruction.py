@@ -20,6 +20,7 @@ from amct import log
 from amct.errors import CalibrationError, ModelError
 from amct.numerics.adaround.rounding import Learning
 from amct.pipeline.weights import corrected_bias, layer_error, suited_to_bias
+from amct.printable import counted
 from amct.pytorch.blocks.block import Block, BlockSamples, LearnedLayer, with_learned
 from amct.pytorch.blocks.regions import RegionProgram
 
@@ -251,9 +252,9 @@ class _Network:
         kept = max(1, min(len(batches), _MOST_BYTES // max(most, 1)))
         if kept < len(batches):
             logger.warning(
-                "reconstruction learns from %d of %d batches: what it keeps of a batch takes %d MB",
+                "reconstruction learns from %d of %s: what it keeps of a batch takes %d MB",
                 kept,
-                len(batches),
+                counted(len(batches), "batch"),
                 most >> 20,
             )
         self._exact = [self._program.given(each) for each in batches[:kept]]

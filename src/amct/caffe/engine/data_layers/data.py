@@ -19,6 +19,7 @@ from amct.data.lmdb import LmdbReader, is_lmdb, to_bgr
 from amct.data.samples import read_image_list, read_mean
 from amct.data.stored_batches import ReadAhead
 from amct.errors import ModelError
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -319,7 +320,9 @@ class ImageData(PrefetchLayer):
             )
         entries = [(name, label or 0) for name, label in read_image_list(options.source)]
         if options.rand_skip and options.rand_skip > len(entries):
-            raise self.error(f"Not enough points to skip: rand_skip {options.rand_skip}, {len(entries)} pictures")
+            raise self.error(
+                f"Not enough points to skip: rand_skip {options.rand_skip}, {counted(len(entries), 'picture')}"
+            )
         transformation, seed = self.transformation(is_random=bool(options.shuffle or options.rand_skip))
         source = _PictureBatches(entries, options, transformation, seed=seed)
         shape = transformation.output_shape(source.peek().shape)
