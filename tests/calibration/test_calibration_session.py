@@ -323,7 +323,7 @@ def test_a_bar_is_shown_on_a_terminal_and_the_end_is_told(monkeypatch, caplog):
             session.observe("a", data(seed))
     assert "Calibrating" in terminal.text
     assert "3/3" in terminal.text
-    assert "calibrated 1 of 1 layers (3 batches)" in caplog.text
+    assert "calibrated 1 of 1 layer (3 batches)" in caplog.text
 
 
 def test_a_session_that_is_given_up_takes_its_bar_away(monkeypatch):
