@@ -218,7 +218,7 @@ def _labels_of(path: Path) -> dict[str, int]:
     """By file name, with folders or without as it is written: the class number."""
     from amct.atomic import read_bytes
 
-    found = {}
+    found: dict[str, int] = {}
     for number, line in enumerate(read_bytes(path).decode("utf-8", "replace").splitlines(), 1):
         name, _, label = line.strip().rpartition("\t" if "\t" in line else " ")
         if not line.strip():

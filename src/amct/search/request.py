@@ -130,8 +130,8 @@ class SearchRequest:
         if isinstance(goal, Goal) and goal.has_labels:
             labelled, count = labelled_pairs(labelled)
             check_samples(goal, count, limits.confidence, certify=limits.certify)
-        elif isinstance(goal, Goal) and (known := counted_samples(labelled)) is not None:
-            check_samples(goal, known, limits.confidence, certify=limits.certify)
+        elif isinstance(goal, Goal) and (told := counted_samples(labelled)) is not None:
+            check_samples(goal, told, limits.confidence, certify=limits.certify)
         minimize = options.get("minimize", SIZE)
         if minimize not in COSTS:
             raise ArgumentError(f"minimize: expected one of {', '.join(COSTS)}, got {minimize!r}")
