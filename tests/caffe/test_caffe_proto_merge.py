@@ -17,7 +17,7 @@ from amct.caffe import proto_merge
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.layer import register
 from amct.caffe.engine.layers.activations import Elementwise
-from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.messages import read_net_message
 from amct.caffe.proto_merge import descriptor_of, read_proto
 from amct.caffe.prototxt import layer_list
 from amct.errors import AmctError, ConfigError, FileError, ParseError
@@ -514,10 +514,10 @@ message OwnParameter { enum Mode { QUIET = 0; LOUD = 1; } optional float factor 
 def test_a_rebuilt_caffe_pb2_in_the_python_path_is_enough_to_parse(form, place, tmp_path, monkeypatch):
     (tmp_path / "net.prototxt").write_text(OWN_NET)
     with pytest.raises(ParseError, match=r"own_param belongs to another Caffe .* caffe_pb2.py in PYTHONPATH"):
-        read_message(tmp_path / "net.prototxt", "NetParameter")
+        read_net_message(tmp_path / "net.prototxt")
     rebuilt(tmp_path / "path" / place, form)
     monkeypatch.syspath_prepend(tmp_path / "path")
-    net = read_message(tmp_path / "net.prototxt", "NetParameter")
+    net = read_net_message(tmp_path / "net.prototxt")
     assert (net.layer[1].own_param.factor, net.layer[1].own_param.mode) == (3, 1)
     assert net.layer[2].roi_pooling_param.turned is True
     assert [layer.name for layer in layer_list(tmp_path / "net.prototxt")] == ["in", "own", "roi"]
@@ -530,10 +530,10 @@ def test_a_caffe_pb2_without_the_field_or_without_messages_leaves_the_error(tmp_
         (tmp_path / "path").mkdir(exist_ok=True)
         (tmp_path / "path" / "caffe_pb2.py").write_text(text)
         with pytest.raises(ParseError, match="has no field"):
-            read_message(tmp_path / "net.prototxt", "NetParameter")
+            read_net_message(tmp_path / "net.prototxt")
     rebuilt(tmp_path / "path", "protobuf 4")
     with pytest.raises(ParseError, match=r"net.prototxt:3:.*has no field other_param"):
-        read_message(tmp_path / "net.prototxt", "NetParameter")
+        read_net_message(tmp_path / "net.prototxt")
 
 
 def test_a_net_with_layers_of_a_rebuilt_caffe_pb2_is_configured_by_amct_functions(tmp_path, monkeypatch):
@@ -552,7 +552,7 @@ def test_a_net_with_layers_of_a_rebuilt_caffe_pb2_is_configured_by_amct_function
     modified = tmp_path / "modified.prototxt", tmp_path / "modified.caffemodel"
     amct_caffe.weights_quantize_model(graph, *modified)
     amct_caffe.activation_quantize_model(graph, *modified)
-    assert read_message(modified[0], "NetParameter").layer[1].own_param.factor == 3
+    assert read_net_message(modified[0]).layer[1].own_param.factor == 3
     with pytest.raises(
         AmctError, match=r'Unknown layer type: "Own".*amct.extend.register_caffe_layer\("Own"\).*--import'
     ):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from amct.caffe import pycaffe as caffe
-from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.messages import read_net_message
 from amct.caffe.engine.solvers.definition import read_solver
 from amct.caffe.engine.solvers.snapshot import read_state
 from amct.caffe.engine.wire import read_blob, read_weights
@@ -56,7 +56,7 @@ def build_net(path):
 TEXTS = {
     "net": (A, build_net),
     "old net": (OLD_NET, build_net),
-    "net message": (A, lambda path: read_message(path, "NetParameter")),
+    "net message": (A, lambda path: read_net_message(path)),
     "solver": (SOLVER, read_solver),
     "custom.proto": (CUSTOM, load_custom_schema),
     "list of images": ("a.png 3\nfolder/b.jpg 1\n", read_image_list),

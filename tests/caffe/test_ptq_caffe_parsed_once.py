@@ -12,7 +12,7 @@ from amct.caffe import prototxt, quantize
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were parsed, by what parsed them."""
-    found = {"read_message": [], "read_weights": []}
+    found = {"read_net_message": [], "read_weights": []}
     for module, (name, calls) in zip((prototxt, caffe_model), found.items(), strict=True):
         original = getattr(module, name)
 
@@ -35,4 +35,4 @@ def test_the_prototxt_and_the_caffemodel_are_read_once(step, golden, tmp_path, r
         "init": flow.init,
         "quantize": lambda: quantize(flow.model, flow.weights, [data]),
     }[step]()
-    assert {name: len(calls) for name, calls in reads.items()} == {"read_message": 1, "read_weights": 1}
+    assert {name: len(calls) for name, calls in reads.items()} == {"read_net_message": 1, "read_weights": 1}

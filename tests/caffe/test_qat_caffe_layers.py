@@ -12,7 +12,7 @@ from qat_caffe_flow import BODY, Retraining, write_digits
 
 import amct_caffe as amct
 from amct.caffe import pycaffe as caffe
-from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.messages import read_net_message
 from amct.errors import ConfigError, ModelError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.arq import arq
@@ -186,7 +186,7 @@ def test_object_layer_must_have_weights(write):
 
 
 def modified(run):
-    return {layer.name: layer for layer in read_message(run.modified[0], "NetParameter").layer}
+    return {layer.name: layer for layer in read_net_message(run.modified[0]).layer}
 
 
 def test_inputs_with_the_same_values_share_their_clips(run, caplog):
@@ -270,7 +270,7 @@ def test_both_phases_have_their_layers_and_rules(run):
     run.body = body.replace('layer { name: "sum"', twin + 'layer { name: "sum"')
     run.write_net()
     run.create()
-    both = [layer for layer in read_message(run.modified[0], "NetParameter").layer if layer.name.startswith("conv2_")]
+    both = [layer for layer in read_net_message(run.modified[0]).layer if layer.name.startswith("conv2_")]
     assert [(layer.type, [rule.phase for rule in layer.include]) for layer in both] == [
         ("RetrainDataQuant", [1]), ("RetrainWeightQuant", [1]), ("RetrainDataQuant", [0]), ("RetrainWeightQuant", [0]),
     ]  # fmt: skip

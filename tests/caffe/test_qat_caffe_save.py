@@ -20,7 +20,7 @@ from qat_caffe_flow import BODY, Retraining, write_digits
 import amct_caffe as amct
 from amct.atomic._disk import NOTICE, new_path
 from amct.caffe import pycaffe as caffe
-from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.messages import read_net_message
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError, RecordError
 from amct.record import read_caffe_record
 
@@ -83,7 +83,7 @@ def test_fake_quant_equals_deploy_bit_by_bit(trained):
         deploy.forward()
         np.testing.assert_array_equal(fake.blobs["fc"].data, deploy.blobs["fc"].data)
     assert deploy.params["conv1"][0].count == 8 * 9
-    types = {layer.type for layer in read_message(f"{trained.prefix}_deploy_model.prototxt", "NetParameter").layer}
+    types = {layer.type for layer in read_net_message(f"{trained.prefix}_deploy_model.prototxt").layer}
     assert {"Quant", "DeQuant", "AntiQuant"} < types
     assert not {"BatchNorm", "Scale", "RetrainDataQuant", "RetrainWeightQuant"} & types
 
@@ -452,7 +452,7 @@ def test_a_net_whose_layers_fix_the_number_of_samples(net, tmp_path, monkeypatch
     assert "worse than the simulation" not in caplog.text
     trained = caffe.Net("Both/net_fake_quant_model.prototxt", "Both/net_fake_quant_weights.caffemodel", caffe.TEST)
     shapes = {name: tuple(trained.blobs[name].shape) for name in ("x", "y")}
-    deployed = read_message("Both/net_atc_model.prototxt", "NetParameter")
+    deployed = read_net_message("Both/net_atc_model.prototxt")
     assert tuple(deployed.layer[0].input_param.shape[0].dim) == shapes["x"]
     session = onnxruntime.InferenceSession("Both/net_qdq_model.onnx")
     inputs = {each.name: np.ones(trained.blobs[each.name].shape, np.float32) for each in session.get_inputs()}

@@ -192,13 +192,6 @@ def test_other_precisions_are_clustered_as_float32(dtype):
     assert torch.equal(result.indices, expected.indices)
 
 
-def test_the_negative_side_may_set_the_scale():
-    weight = torch.linspace(-1, 0.5, 60).reshape(1, -1)
-    result = snq(weight, kind=LINEAR, symmetric_scale=SymmetricScale.NEGATIVE_SIDE)
-    assert result.qparams.scale.item() == 1 / 128
-    assert result.table.min() >= -127  # a table can always be negated
-
-
 def test_illegal_weights_stop():
     weight = heavy_tailed((2, 5))
     weight[1, 2] = torch.nan

@@ -83,29 +83,22 @@ class QuantizedFiles:
         return {name: found for name, found in blobs.items() if found and found[0].is_floating_point()}
 
 
-def float_side(pair: object, argument: str = "float_model", custom_proto: AnyPath | None = None) -> CaffeModel:
+def float_side(pair: object, custom_proto: AnyPath | None = None) -> CaffeModel:
     """The float model in a pair of files; ``custom_proto`` describes messages of the user's own layers.
 
     Raises:
         ArgumentTypeError: The argument is not a pair of paths.
         FileError, ParseError, ModelError: a file cannot be read or is invalid.
     """
-    return read_model(*_files(pair, argument), custom_proto)
-
-
-def quantized_files(
-    pair: object, argument: str = "quantized_model", custom_proto: AnyPath | None = None
-) -> QuantizedFiles:
-    """The quantized model in a pair of files; errors as ``float_side``."""
-    return QuantizedFiles(*_files(pair, argument), custom_proto)
+    return read_model(*_files(pair, "float_model"), custom_proto)
 
 
 def both_sides(
     float_model: object, quantized_model: object, custom_proto: AnyPath | None = None
 ) -> tuple[CaffeModel, QuantizedFiles]:
     """Read two pairs of files; warn if their blobs cannot match. Errors as ``float_side``."""
-    reference = float_side(float_model, custom_proto=custom_proto)
-    quantized = quantized_files(quantized_model, custom_proto=custom_proto)
+    reference = float_side(float_model, custom_proto)
+    quantized = QuantizedFiles(*_files(quantized_model, "quantized_model"), custom_proto)
     changed = notes_beside(quantized.model_file).equalized
     equalized = file_beside(quantized.model_file, "equalized_model.prototxt")
     given, _ = _files(float_model, "float_model")
@@ -340,7 +333,7 @@ def compare(
         prepared = quantized_model.prepared
         if not isinstance(prepared, _CaffeResult):
             raise ArgumentTypeError("quantized_model: expected what amct.caffe.quantize returned")
-        reference = float_side(float_model, custom_proto=custom_proto)
+        reference = float_side(float_model, custom_proto)
         quantized = prepared.caffe_model(quantized_model.qparams)
     else:
         reference, quantized = both_sides(float_model, quantized_model, custom_proto)

@@ -18,7 +18,7 @@ import torch
 from amct.atomic import Snapshot
 from amct.caffe.engine.hdf5 import Hdf5File
 from amct.caffe.engine.layers.batch_norm import bn_blobs
-from amct.caffe.engine.messages import new_message, read_message
+from amct.caffe.engine.messages import new_message, read_net_message
 from amct.caffe.engine.net import Net
 from amct.caffe.engine.upgrade import upgrade_net
 from amct.caffe.engine.weights import WEIGHTS_GROUP, check_has_weights, is_hdf5, read_file
@@ -147,7 +147,7 @@ def read_training_model(model_file: AnyPath, weights_file: AnyPath, custom_proto
     """Read prototxt and weights with the layers of every phase, unchanged; errors as ``read_model``."""
 
     def read_all_phases(model_file: AnyPath, custom_proto: AnyPath | None) -> ProtoMessage:
-        net = upgrade_net(read_message(model_file, "NetParameter", custom_proto), str(model_file))
+        net = upgrade_net(read_net_message(model_file, custom_proto), str(model_file))
         check_is_float(net, str(model_file))
         return net
 

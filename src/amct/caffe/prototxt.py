@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from amct.arguments import FILE, amct_function, output_file
 from amct.atomic import write_text
 from amct.caffe.engine.graph import filter_net
-from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.messages import read_net_message
 from amct.caffe.engine.upgrade import upgrade_net
 from amct.config.layers import CAFFE_TYPES, LayerInfo, LayerList
 from amct.errors import AmctError
@@ -200,7 +200,7 @@ def layer_list(prototxt: AnyPath, custom_proto: AnyPath | None = None) -> LayerL
 
 def read_test_phase(prototxt: AnyPath, custom_proto: AnyPath | CustomSchema | None = None) -> ProtoMessage:
     """The net in the current format, with the layers of the TEST phase; errors as ``layer_list``."""
-    net = upgrade_net(read_message(prototxt, "NetParameter", custom_proto), str(prototxt))
+    net = upgrade_net(read_net_message(prototxt, custom_proto), str(prototxt))
     net.state.phase = TEST_PHASE
     for layer in net.layer:
         layer.type = SAME_TYPE.get(layer.type, layer.type)

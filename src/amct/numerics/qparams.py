@@ -54,9 +54,9 @@ class QParams:
         return cls(scale=steps, offset=shifts.expand(steps.shape), bits=bits, axis=axis)
 
     @classmethod
-    def symmetric(cls, scale: Tensor, bits: int = 8, axis: int | None = 0) -> QParams:
+    def symmetric(cls, scale: Tensor, bits: int = 8) -> QParams:
         """The parameters with this scale and no offset."""
-        return QParams(scale=scale, offset=torch.zeros_like(scale, dtype=torch.int32), bits=bits, axis=axis)
+        return QParams(scale=scale, offset=torch.zeros_like(scale, dtype=torch.int32), bits=bits, axis=0)
 
     @property
     def step(self) -> float:

@@ -59,7 +59,6 @@ def snq(
     kind: WeightKind,
     groups: int = 1,
     settings: SnqSettings = _DEFAULT,
-    symmetric_scale: SymmetricScale = SymmetricScale.FULL_RANGE,
 ) -> ClusteredWeight:
     """Cluster a weight to 16 values on its int8 grid. Float64 weights are clustered as float32.
 
@@ -68,7 +67,6 @@ def snq(
         kind: layout of the weight.
         groups: groups of a transposed convolution.
         settings: how it is clustered, and whether each output channel has a scale and a table of its own.
-        symmetric_scale: divisor of the int8 scale.
 
     Raises:
         CalibrationError: the weight holds NaN or infinity, or its scale would be too large.
@@ -76,7 +74,8 @@ def snq(
     """
     if kind is WeightKind.RNN:
         raise ArgumentError("a recurrent layer's weights cannot be clustered; quantize them with arq")
-    qparams = arq(weight, kind=kind, channel_wise=settings.channel_wise, groups=groups, symmetric_scale=symmetric_scale)
+    full = SymmetricScale.FULL_RANGE
+    qparams = arq(weight, kind=kind, channel_wise=settings.channel_wise, groups=groups, symmetric_scale=full)
     rows = channels_first(weight.detach(), kind, groups).float()
     values = rows.reshape(qparams.scale.numel(), -1).contiguous().cpu().numpy()
     table = np.empty((len(values), CLUSTERS), np.int8)

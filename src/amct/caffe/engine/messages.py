@@ -121,16 +121,15 @@ def custom_messages(custom_proto: str | os.PathLike[str]) -> Iterator[None]:
         _custom_messages.reset(token)
 
 
-def read_message(
-    path: str | os.PathLike[str], name: str, custom_proto: str | os.PathLike[str] | CustomSchema | None = None
+def read_net_message(
+    path: str | os.PathLike[str], custom_proto: str | os.PathLike[str] | CustomSchema | None = None
 ) -> ProtoMessage:
-    """Read a prototxt file, for example ``read_message("deploy.prototxt", "NetParameter")``.
+    """Read the prototxt of a net.
 
     Fields that are unknown here are looked up in a ``caffe_pb2.py`` of the Python path.
 
     Args:
         path: The prototxt.
-        name: The message's name.
         custom_proto: A user's custom.proto with further messages, or what was read of it; by default that of
             ``custom_messages``.
 
@@ -145,13 +144,13 @@ def read_message(
     schema = custom_proto or _custom_messages.get()
     text = read_text_file(path)
     try:
-        return parse_message(text, name, str(path), schema)
+        return parse_message(text, "NetParameter", str(path), schema)
     except ParseError:
         compiled = compiled_schema() if schema is None else None
         if compiled is None:
             raise
         with suppress(ParseError):
-            return parse_message(text, name, str(path), compiled)
+            return parse_message(text, "NetParameter", str(path), compiled)
         raise
 
 

@@ -13,7 +13,7 @@ from amct.caffe.engine.backward import record_forward, run_backward
 from amct.caffe.engine.blob import current_device, size_check
 from amct.caffe.engine.graph import GraphBuilder, filter_net, insert_splits
 from amct.caffe.engine.layer import TEST
-from amct.caffe.engine.messages import located_in, read_message
+from amct.caffe.engine.messages import located_in, read_net_message
 from amct.caffe.engine.plan import NetMemory, PassPlan, Step, build_plan, check_net_memory
 from amct.caffe.engine.upgrade import upgrade_net
 from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
@@ -85,7 +85,7 @@ class Net:
             FileError, ParseError, ModelError: The file cannot be read, is not a prototxt, or the net cannot be built.
         """
         with located_in(path):
-            return cls(read_message(path, "NetParameter"), **options)  # type: ignore[arg-type]
+            return cls(read_net_message(path), **options)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ contents
 

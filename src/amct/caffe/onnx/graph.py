@@ -23,7 +23,7 @@ from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.layers.combine import Silence
 from amct.caffe.engine.layers.input import DummyData, Input, Parameter
 from amct.caffe.engine.layers.losses import LossLayer
-from amct.caffe.engine.messages import located_in, read_message
+from amct.caffe.engine.messages import located_in, read_net_message
 from amct.caffe.engine.net import Net
 from amct.caffe.engine.onnx_place import FollowsBatchError, Place, onnx_form_of
 from amct.errors import AmctError, ArgumentError, ExportError, did_you_mean
@@ -145,7 +145,7 @@ def export_onnx(
     """
     check_file_name(path, "path")
     check_opset(opset)
-    parameter = read_message(prototxt, "NetParameter", custom_proto)
+    parameter = read_net_message(prototxt, custom_proto)
     with located_in(prototxt):
         net = Net(parameter, phase=TEST, with_gradients=False)
     net.load_weights(caffemodel)

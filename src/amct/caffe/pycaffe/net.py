@@ -22,7 +22,7 @@ from amct.caffe.engine.layer import TEST, count
 from amct.caffe.engine.layers.input import MemoryData
 from amct.caffe.engine.layers.python_layer import BlobList
 from amct.caffe.engine.layers.weighted import Convolution, Deconvolution
-from amct.caffe.engine.messages import located_in, read_message
+from amct.caffe.engine.messages import located_in, read_net_message
 from amct.caffe.engine.net import Net as EngineNet
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError
 
@@ -78,7 +78,7 @@ class Net(EngineNet):
                 raise NetFileError(f"Could not open file {file}")
         with located_in(path):
             super().__init__(
-                read_message(path, "NetParameter", options.get("custom_proto") or None),
+                read_net_message(path, options.get("custom_proto") or None),
                 phase=options["phase"],
                 level=options["level"],
                 stages=list(options["stages"] or ()),

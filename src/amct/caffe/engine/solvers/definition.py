@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from amct.atomic import is_folder
 from amct.caffe.engine.layer import TEST, TRAIN
-from amct.caffe.engine.messages import new_message, parse_message, read_message, read_text_file
+from amct.caffe.engine.messages import new_message, parse_message, read_net_message, read_text_file
 from amct.errors import ConfigError, FileError
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _field(parameter: ProtoMessage, name: str) -> tuple[ProtoMessage, str]:
 
 def _read_net(path: str, field: str) -> ProtoMessage:
     try:
-        return read_message(path, "NetParameter")
+        return read_net_message(path)
     except FileError as error:
         raise FileError(
             f'the net of the solver ({field}: "{path}") cannot be read: {error}. Paths are relative to the current '
