@@ -19,7 +19,7 @@ import amct.onnx_model
 import amct.pytorch
 from amct.cli import main
 from amct.export.onnx.kept_weights import with_values
-from amct.model.quant_json import read_quant_json
+from amct.model.quant_json import FileCheck, read_quant_json, verdict_of_files
 
 BATCHES = [np.random.default_rng(seed).normal(0.2, 1.0, (4, 3, 8, 8)).astype(np.float32) for seed in (1, 2)]
 DATA_ONLY = ("Eltwise", "Concat", "Pooling")
@@ -115,6 +115,15 @@ def test_one_verdict_in_the_log_the_summary_the_model_and_quant_json(tmp_path, c
     assert "sensitivity" in line.message
     worst = min(entry.check.sqnr for entry in document.files.values() if entry.check is not None)
     assert verdict.reasons == (f"the output's SQNR is {worst:.1f} dB",)
+
+
+def test_the_verdict_of_a_save_is_that_of_its_worst_file():
+    better, worse = (FileCheck(verdict="good", cosine=0.999, sqnr=sqnr) for sqnr in (34.0, 31.0))
+    poor = FileCheck(verdict="poor", cosine=0.999)
+    found = verdict_of_files({"better": better, "worse": worse, "not run": None})
+    assert (found.of, found.reasons) == ("worse", ("the output's SQNR is 31.0 dB",))
+    assert verdict_of_files({"worse": worse, "poor": poor}).of == "poor"
+    assert verdict_of_files({"not run": None}) is None
 
 
 @pytest.mark.parametrize("door", ["pytorch", "onnx", "caffe"])

@@ -55,6 +55,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping  # noqa: TC003  pydantic reads the annotations
@@ -268,10 +269,12 @@ class QuantJson:
 
 def verdict_of_files(checks: Mapping[str, FileCheck | None]) -> Verdict | None:
     """The judgement of a save: that of its worst file; None if no file could be compared with the float model."""
+    known = ((name, check) for name, check in checks.items() if check is not None)
+    noisiest_first = sorted(known, key=lambda each: math.inf if each[1].sqnr is None else each[1].sqnr)
     return worst_of(
         Verdict(level=check.verdict, reasons=(check.judged,), of=name)
-        for name, check in checks.items()
-        if check is not None and check.verdict is not None
+        for name, check in noisiest_first
+        if check.verdict is not None
     )
 
 
