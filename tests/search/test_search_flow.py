@@ -11,8 +11,9 @@ import torch
 from three_doors import torch_network
 
 import amct.pytorch
-from amct.errors import ArgumentError, EvaluatorError
+from amct.errors import ArgumentError, EvaluatorError, SearchError
 from amct.search.costs import bit_operations_of
+from amct.search.journal import Journal
 from amct.search.judge import SampleJudge
 from amct.search.run import Candidates
 
@@ -224,3 +225,19 @@ def test_too_few_samples_are_told_before_the_work_begins(goal):
 
     with pytest.raises(ArgumentError, match="40 samples are too few to certify"):
         amct.pytorch.quantize_to(MODEL, never(), few, certify=True, **goal)
+
+
+def test_a_search_is_not_resumed_with_another_function(tmp_path, monkeypatch):
+    journal = tmp_path / "net.search.jsonl"
+
+    def first(outputs, labels):
+        return np.asarray(outputs.argmax(1) == torch.from_numpy(labels), np.float64)
+
+    def second(outputs, labels):
+        return first(outputs, labels)
+
+    monkeypatch.setattr(Journal, "remove", lambda _: None)
+    searched(score=first, resume=journal, max_drop=100.0)
+    searched(score=first, resume=journal, max_drop=100.0)
+    with pytest.raises(SearchError, match="another goal"):
+        searched(score=second, resume=journal, max_drop=100.0)

@@ -69,6 +69,7 @@ class Goal(ABC):
         unit: The word for losses, and by which factor they are shown.
         factor: That factor.
         remark: What a certificate cannot promise.
+        measured_by: The function of the user that measures, for the journal; empty without one.
     """
 
     text: str
@@ -79,6 +80,7 @@ class Goal(ABC):
     unit: str = "points"
     factor: float = 100.0
     remark: str = ""
+    measured_by: str = ""
 
     @abstractmethod
     def reference(self, outputs: Any, labels: NDArray[Any] | None) -> NDArray[Any]:  # noqa: ANN401  the door's outputs
@@ -117,6 +119,7 @@ class Drop(Goal):
         if not low < high:
             raise ArgumentError(f"score_range: expected (smallest, largest), got {score_range}")
         self._score, self._range = score or top1, (float(low), float(high))
+        self.measured_by = "" if score is None else _named(score)
         self.smallest, self.largest = low - high, high - low
         self.text = f"a drop of at most {points:g} points"
 
@@ -198,6 +201,7 @@ class Evaluated:
         self.limit = checked_number(drop, "max_drop", 0)
         self.text = f"a drop of at most {drop:g}"
         self._evaluate = evaluate
+        self.measured_by = _named(evaluate)
 
     def value(self, model: Any) -> float:  # noqa: ANN401  the door's kind of model
         """The number of a model.
@@ -206,6 +210,12 @@ class Evaluated:
             EvaluatorError: The function raises, or returns no number.
         """
         return checked_value(called("evaluate", self._evaluate, model), "evaluate")
+
+
+def _named(function: object) -> str:
+    """Module and name of a function."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '')}.{name}"
 
 
 def called(name: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  the user's own function

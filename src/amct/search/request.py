@@ -202,7 +202,7 @@ class SearchRequest:
             "model": fingerprint([*base.layers, *numbers]),
             "calibration": fingerprint(ranges),
             "data": data,
-            "goal": self.goal.text,
+            "goal": " by ".join(each for each in (self.goal.text, self.goal.measured_by) if each),
             "choices": ", ".join(self.choices),
             "seed": str(self.seed),
         }
