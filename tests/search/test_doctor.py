@@ -226,6 +226,19 @@ class Separable(nn.Module):
         return self.head(nn.functional.hardswish(self.point(torch.relu(self.deep(x)))).mean((2, 3)))
 
 
+class Signal(nn.Module):
+    """Convolutions over time."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(4, 24, 5, padding=2), nn.Conv1d(24, 24, 5, padding=2)
+        self.third, self.head = nn.Conv1d(24, 24, 5, padding=2), nn.Linear(24, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.third(torch.relu(self.second(torch.relu(self.first(x))))))
+        return self.head(x.mean(-1))
+
+
 class Table(nn.Module):
     """A network of linear layers."""
 
@@ -255,6 +268,12 @@ def loud_growth(model):
     model.last.weight[:, 20] /= 70
 
 
+def loud_signal(model):
+    model.first.weight[5] *= 70
+    model.first.bias[5] *= 70
+    model.second.weight[:, 5] /= 70
+
+
 def edges(model):
     model.stem.weight -= model.stem.weight.mean((2, 3), keepdim=True)
     for name, each in model.named_parameters():
@@ -271,13 +290,14 @@ def draw(*shape):
     return torch.randn(*shape, generator=GENERATOR)
 
 
-ROWS = draw(32, 20)
+ROWS, SIGNALS = draw(32, 20), draw(16, 4, 40)
 NARROW = amct.pytorch.IfmrSettings(max_percentile=0.8, min_percentile=0.8, search_range=(0.3, 0.5))
 CLIPPING = amct.pytorch.QuantConfig(layers={"second": amct.pytorch.LayerConfig(activations=NARROW)})
 BRIGHT = draw(32, 3, 16, 16) + 60 * draw(32, 1, 1, 1)
 OTHERS = {
     "residual stream": (Residual, loud_stream, DATA, DATA, None, RESIDUAL, "head"),
     "concatenation": (Dense, loud_growth, DATA, DATA, None, OUTLIER_CHANNEL, "last"),
+    "signal over time": (Signal, loud_signal, SIGNALS, SIGNALS, None, OUTLIER_CHANNEL, "second"),
     "edges of bright pictures": (Separable, edges, BRIGHT, BRIGHT, None, FIRST, "stem"),
     "large common part": (Table, common_part, ROWS, ROWS, None, LAST, "third"),
     "two rows": (Table, lambda _: None, 0.6 * ROWS[:2], ROWS, None, FEW_SAMPLES, ""),

@@ -20,6 +20,7 @@ from amct.export.check.batch import KeptBatches
 from amct.export.check.losses import similarity_over
 from amct.export.onnx.messages import fixed_batch_size
 from amct.export.onnx.runtime import Runner
+from amct.model.kinds import KIND_OF_TORCH_TYPE, LayerKind
 from amct.numerics.affine import integer_range
 from amct.numerics.settings import IfmrSettings
 from amct.pipeline.sensitivity import layer_sensitivity
@@ -66,6 +67,7 @@ GUILTY_SHARE = 0.2
 """A layer with this share of the noise of the worst one, and twice the even share, is guilty."""
 MOST_GUILTY = 3
 """Layers that are guilty together; when they are healed, as many others may be, and once more."""
+CONVOLUTIONS = (LayerKind.CONV, LayerKind.CONV_TRANSPOSE)
 HARMLESS, HARMLESS_BESIDE = 1e-5, 1e-6
 """A layer whose noise alone is 50 dB below the signal is not to blame for anything; beside a worse one, 60 dB."""
 
@@ -258,7 +260,7 @@ class _Patient:
                 found[key].append(tensor)
             if key in names:
                 array = tensor.detach().cpu().float().numpy()
-                seen = np.abs(channels([array], last=array.ndim != 4)).max(1)
+                seen = np.abs(channels([array], last=self._has_last(names[key], array.ndim))).max(1)
                 before = largest.get(names[key])
                 largest[names[key]] = seen if before is None or before.shape != seen.shape else np.maximum(before, seen)
 
@@ -269,8 +271,13 @@ class _Patient:
         for name in guilty:
             arrays = [tensor.detach().cpu().float().numpy() for tensor in found[input_key(name)]]
             if arrays:
-                rows[name] = channels(arrays, last=arrays[0].ndim != 4)
+                rows[name] = channels(arrays, last=self._has_last(name, arrays[0].ndim))
         return rows, {name: largest[name] for name in self._quantized.layers if name in largest}
+
+    def _has_last(self, name: str, rank: int) -> bool:
+        """Whether the channels of a layer's input are its last axis; those of pictures and signals are axis 1."""
+        kind = self._plan_of(name).type
+        return kind == "Linear" or (rank != 4 and KIND_OF_TORCH_TYPE.get(kind) not in CONVOLUTIONS)
 
     def _causes(self) -> list[Cause]:
         """What is wrong with the data, and with each guilty layer."""
