@@ -99,6 +99,15 @@ CONFIGS = (
         algorithms=registry.CAFFE_RETRAIN_ACTIVATION + registry.CAFFE_RETRAIN_WEIGHT,
     ),
     Config(
+        key="distill",
+        title="Distillation, PyTorch",
+        short="distillation",
+        text="For `amct_pytorch.create_distill_config`: `Conv2d` and `Linear` layers that learn from the float model.",
+        root="AMCTPytorchDistillProto.AMCTDistillConfig",
+        schema="pytorch",
+        algorithms=registry.RETRAIN_ACTIVATION + registry.DISTILL_WEIGHT,
+    ),
+    Config(
         key="kv-cache",
         title="Key/value cache, PyTorch",
         short="kv-cache",

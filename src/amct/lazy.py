@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,21 +14,19 @@ if TYPE_CHECKING:
 
 
 def lazy_names(
-    package: str, modules: Mapping[str, Sequence[str]], missing: Mapping[str, str] = MappingProxyType({})
+    package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
         package: Its ``__name__``.
         modules: By module: the public names that it defines, or the name that it is.
-        missing: What to use in place of names that scripts may know from elsewhere and the package does not have.
     """
     places = {name: module for module, names in modules.items() for name in names}
 
     def getattribute(name: str) -> object:
         if name not in places:
-            instead = f"; instead: {missing[name]}" if name in missing else ""
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{instead}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(places[name])
         value: object = module if places[name] == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)  # the next use finds it without this function

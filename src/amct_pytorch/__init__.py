@@ -9,6 +9,12 @@ from amct.lazy import lazy_names
 if TYPE_CHECKING:
     from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
     from amct.pytorch.auto_calibration import ModelEvaluator, accuracy_based_auto_calibration
+    from amct.pytorch.blocks.amct_api import (
+        create_distill_config,
+        create_distill_model,
+        distill,
+        save_distill_model,
+    )
     from amct.pytorch.kv_cache import QuantCalibrationOp, create_quant_cali_config, create_quant_cali_model
     from amct.pytorch.pruning.amct_api import (
         create_compressed_retrain_model,
@@ -52,18 +58,22 @@ __all__ = [
     "accuracy_based_auto_calibration",
     "auto_channel_prune_search",
     "create_compressed_retrain_model",
+    "create_distill_config",
+    "create_distill_model",
     "create_prune_retrain_model",
     "create_quant_cali_config",
     "create_quant_cali_model",
     "create_quant_config",
     "create_quant_retrain_config",
     "create_quant_retrain_model",
+    "distill",
     "quantize_model",
     "quantize_preprocess",
     "restore_compressed_retrain_model",
     "restore_prune_retrain_model",
     "restore_quant_retrain_model",
     "save_compressed_retrain_model",
+    "save_distill_model",
     "save_model",
     "save_prune_retrain_model",
     "save_quant_retrain_model",
@@ -74,6 +84,12 @@ __getattr__, __dir__ = lazy_names(
     {
         "amct.pytorch.amct_api": ("create_quant_config", "quantize_model", "quantize_preprocess", "save_model"),
         "amct.pytorch.auto_calibration": ("ModelEvaluator", "accuracy_based_auto_calibration"),
+        "amct.pytorch.blocks.amct_api": (
+            "create_distill_config",
+            "create_distill_model",
+            "distill",
+            "save_distill_model",
+        ),
         "amct.pytorch.kv_cache": ("QuantCalibrationOp", "create_quant_cali_config", "create_quant_cali_model"),
         "amct.pytorch.pruning.amct_api": (
             "create_compressed_retrain_model",
@@ -101,11 +117,5 @@ __getattr__, __dir__ = lazy_names(
         ),
         "amct.pytorch.qat.single_op.recurrent": ("GRUQAT", "LSTMQAT"),
         "amct_pytorch.tensor_decompose": ("tensor_decompose",),
-    },
-    missing={
-        **dict.fromkeys(
-            ("create_distill_config", "create_distill_model", "distill", "save_distill_model"),
-            "`amct.pytorch.prepare_qat` with `teacher`",
-        ),
     },
 )

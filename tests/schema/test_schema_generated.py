@@ -17,6 +17,7 @@ from amct.schema import pool as pools
 SEEDED = {
     "basic_info": ["AttrProto", "AutoChannelPruneConfig"],
     "calibration_config_pytorch": ["AMCTConfig", "CalibrationConfig", "FMRQuantize", "DMQBalancer"],
+    "distill_config_pytorch": ["AMCTDistillConfig", "DistillGroup", "WtsULQDistill"],
     "quant_calibration_config_pytorch": ["AMCTQuantCaliConfig"],
     "retrain_config_pytorch": ["AMCTRetrainConfig", "PruneConfig", "L1SelectivePruner"],
     "scale_offset_record_pytorch": ["ScaleOffsetRecord", "SingleLayerRecord", "PruneRecord"],

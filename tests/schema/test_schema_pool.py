@@ -67,6 +67,22 @@ AMCTProto.AutoChannelPruneConfig: R float compress_ratio=1; o bool ascend_optimi
 o float max_prune_ratio=3 [1.0]; o int64 test_iteration=4 [1]; o string override_prune_cfg=10
 AMCTProto.AttrProto: o string name=1; o AttrType type=2; o float f=3; o int64 i=4; o bytes s=5; r float floats=6; \
 r int64 ints=7; r bytes strings=8
+AMCTPytorchDistillProto.AMCTDistillConfig: o uint32 batch_num=1 [1]; o uint32 group_size=2 [1]; \
+o bool data_dump=3 [false]; r DistillGroup distill_group=10; o DistillDataQuantConfig distill_data_quant_config=11; \
+o DistillWeightQuantConfig distill_weight_quant_config=12; r DistillOverrideLayer distill_override_layers=110; \
+r DistillOverrideLayerType distill_override_layer_types=111; r string quant_skip_layers=120; \
+r string quant_skip_layer_types=121
+AMCTPytorchDistillProto.DistillGroup: R string start_layer_name=1; R string end_layer_name=2
+AMCTPytorchDistillProto.DistillDataQuantConfig: o ActULQquantize ulq_quantize=1
+AMCTPytorchDistillProto.ActULQquantize: o ClipMaxMin clip_max_min=1; o bool fixed_min=2; o DataType dst_type=3 [INT8]
+AMCTPytorchDistillProto.ClipMaxMin: R float clip_max=1; R float clip_min=2
+AMCTPytorchDistillProto.DistillWeightQuantConfig: o ARQDistill arq_distill=1; o WtsULQDistill ulq_distill=2
+AMCTPytorchDistillProto.ARQDistill: o DataType dst_type=1 [INT8]; o bool channel_wise=2
+AMCTPytorchDistillProto.WtsULQDistill: o DataType dst_type=1 [INT8]; o bool channel_wise=2
+AMCTPytorchDistillProto.DistillOverrideLayer: R string layer_name=1; \
+o DistillDataQuantConfig distill_data_quant_config=10; o DistillWeightQuantConfig distill_weight_quant_config=11
+AMCTPytorchDistillProto.DistillOverrideLayerType: R string layer_type=1; \
+o DistillDataQuantConfig distill_data_quant_config=10; o DistillWeightQuantConfig distill_weight_quant_config=11
 AMCTPytorchQuantCaliProto.AMCTQuantCaliConfig: o uint32 batch_num=1 [1]; o bool activation_offset=2 [true]; \
 o CommonCalibrationConfig kv_cache_quant_config=10; r OverrideLayer override_layers_configs=110
 AMCTPytorchQuantCaliProto.CommonCalibrationConfig: r string quant_layers=1; o CalibrationConfig calibration_config=2

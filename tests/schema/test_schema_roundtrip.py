@@ -16,6 +16,7 @@ TYPES = [
     ("pytorch", "AMCTPytorchProto.AMCTConfig"),
     ("pytorch", "AMCTPytorchProto.AMCTRetrainConfig"),
     ("pytorch", "AMCTPytorchProto.ScaleOffsetRecord"),
+    ("pytorch", "AMCTPytorchDistillProto.AMCTDistillConfig"),
     ("pytorch", "AMCTPytorchQuantCaliProto.AMCTQuantCaliConfig"),
     ("pytorch", "AMCTProto.AutoChannelPruneConfig"),
     ("caffe_config", "AMCTCaffeProto.AMCTConfig"),

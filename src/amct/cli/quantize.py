@@ -153,10 +153,9 @@ def quantize(  # noqa: PLR0913  the options of a command
         show_json({**result, "verdict": None if verdict is None else asdict(verdict)})
     else:
         show(_as_text(result))
-        for line in curve_lines(quantized):
+        verdicts = [f"verdict     {verdict or NOT_JUDGED}"] if files.run_files else []
+        for line in (*curve_lines(quantized), *verdicts):
             show(line)
-        if files.run_files:
-            show(f"verdict     {verdict or NOT_JUDGED}")
     if fail_on is not None and (verdict is None or verdict.is_at_best(cast("Level", fail_on))):
         raise typer.Exit(FAILED)
 

@@ -207,6 +207,8 @@ class QuantDialect(Dialect):
         name_keys: The JSON keys that name the algorithms of activations and weights.
         oneofs: The oneofs of the simple config that choose these algorithms.
         more_layer_keys: Further keys of a layer's JSON block.
+        layer_overrides: The field of the simple config with overrides by layer.
+        type_overrides: That with overrides by type.
     """
 
     types: ClassVar[Mapping[str, Capability]]
@@ -217,6 +219,8 @@ class QuantDialect(Dialect):
     name_keys: ClassVar[tuple[str, str]]
     oneofs: ClassVar[tuple[str, str]]
     more_layer_keys: ClassVar[tuple[str, ...]] = ()
+    layer_overrides: ClassVar[str] = LAYER_OVERRIDES
+    type_overrides: ClassVar[str] = TYPE_OVERRIDES
 
     def read(self, data: Choice, weight: Choice) -> QuantBlock:
         """The algorithms of the blocks that apply to the activations and weights of a layer."""
@@ -231,8 +235,8 @@ class QuantDialect(Dialect):
 
     def check_blocks(self, blocks: Blocks, layers: LayerList, problems: ProblemList) -> None:
         """Report overrides of unknown names, illegal values, and what a layer or type cannot do or be called."""
-        check_layer_names(named(blocks.by_layer), LAYER_OVERRIDES, layers, self.types, problems)
-        check_type_names(named(blocks.by_type), TYPE_OVERRIDES, self.types, problems)
+        check_layer_names(named(blocks.by_layer), self.layer_overrides, layers, self.types, problems)
+        check_type_names(named(blocks.by_type), self.type_overrides, self.types, problems)
         for choice in blocks.all():
             block = self.read_choice(choice)
             check_block(block.activation, self.name_keys[0], problems)

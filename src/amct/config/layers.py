@@ -142,6 +142,7 @@ KV_CACHE_TYPES = ("Linear",)
 QAT_TYPES: Mapping[str, Capability] = MappingProxyType(
     {name: capability for name, capability in PTQ_TYPES.items() if capability.weights}
 )
+DISTILL_TYPES: Mapping[str, Capability] = MappingProxyType({name: QAT_TYPES[name] for name in ("Conv2d", "Linear")})
 FILTER_PRUNE_TYPES = ("Conv2d", "Linear")  # other types are pruned only together with the layer before them
 SELECTIVE_PRUNE_TYPES = ("Conv2d", "Linear", "ConvTranspose2d")
 

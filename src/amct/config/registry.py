@@ -117,6 +117,10 @@ RETRAIN_WEIGHT = (
     _algorithm("arq_retrain", ArqRetrainSettings, "algo", "channel_wise", "dst_type"),
     _algorithm("ulq_retrain", UlqRetrainSettings, "algo", "dst_type", "channel_wise"),
 )
+DISTILL_WEIGHT = (
+    _algorithm("arq_distill", ArqRetrainSettings, "algo", "channel_wise", "dst_type"),
+    _algorithm("ulq_distill", UlqRetrainSettings, "algo", "channel_wise", "dst_type"),
+)
 CAFFE_RETRAIN_ACTIVATION = (
     _algorithm(
         "ulq_quantize",

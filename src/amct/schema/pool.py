@@ -38,6 +38,7 @@ FAMILIES: MappingProxyType[str, Schema] = MappingProxyType(
     {
         "basic_info.proto": "pytorch",
         "calibration_config.proto": "pytorch",
+        "distill_config.proto": "pytorch",
         "quant_calibration_config.proto": "pytorch",
         "retrain_config.proto": "pytorch",
         "scale_offset_record.proto": "pytorch",

@@ -92,7 +92,7 @@ def where(choice: Choice, name: str) -> Position | None:
 
 def _has_any(choice: Choice, fields: tuple[str, ...]) -> bool:
     """Whether an override has one of these blocks; one without any block asks for quantization with defaults."""
-    return any(has(choice, name) for name in fields) or (fields == QUANT_BLOCKS and not has(choice, PRUNE_BLOCK))
+    return any(has(choice, name) for name in fields) or (fields != (PRUNE_BLOCK,) and not has(choice, PRUNE_BLOCK))
 
 
 def part(choice: Choice, name: str) -> Choice:
@@ -110,9 +110,17 @@ WEIGHT_KEY = "retrain_weight_config"
 
 
 class QatDialect(QuantDialect):
-    """The configs of quantization-aware training of one framework; ``activations`` are the activation algorithms."""
+    """The configs of quantization-aware training of one framework.
+
+    Attributes:
+        activations: The activation algorithms.
+        quant_blocks: The fields of the simple config with the blocks of data and weights.
+        skip_wins: Whether a layer that is skipped and has an override stays float.
+    """
 
     activations: ClassVar[tuple[Algorithm, ...]]
+    quant_blocks: ClassVar[tuple[str, str]] = QUANT_BLOCKS
+    skip_wins: ClassVar[bool] = False
     switch_key = SWITCH_KEY
     data_key = DATA_KEY
     weight_key = WEIGHT_KEY
@@ -128,7 +136,7 @@ class QatDialect(QuantDialect):
         """Scales per channel where this layer or type cannot have them."""
         if block.weight.given.get("channel_wise") is True and not self.types[layer.type].channel_wise:
             yield (
-                f"{WEIGHT_KEY}.channel_wise",
+                f"{self.weight_key}.channel_wise",
                 f"channel_wise must be false, {layer.type} has one scale for all weights",
             )
 
@@ -162,9 +170,8 @@ class QatDialect(QuantDialect):
         Raises:
             ConfigError: The config does not fit the model or asks for what cannot be done; all mistakes are listed.
         """
-        for kind in ("", "quant_"):
-            simple.check_skips(kind, layers, tuple(self.types), problems)
-        self.check_blocks(blocks_with(simple.blocks, QUANT_BLOCKS), layers, problems)
+        self.check_skips(simple, layers, problems)
+        self.check_blocks(blocks_with(simple.blocks, self.quant_blocks), layers, problems)
         expander = QatExpander(simple, self, problems)
         quantizable = layers.quantizable(self.types)
         if not quantizable:
@@ -185,9 +192,14 @@ class QatDialect(QuantDialect):
             warnings=problems.warnings,
         )
 
+    def check_skips(self, simple: SimpleConfig, layers: LayerList, problems: ProblemList) -> None:
+        """Report names in the skip lists that are unknown or cannot be quantized."""
+        for kind in ("", "quant_"):
+            simple.check_skips(kind, layers, tuple(self.types), problems)
+
     def read_choice(self, choice: Choice) -> QuantBlock:
         """The algorithms of the message that applies to a layer."""
-        return self.read(part(choice, DATA_BLOCK), part(choice, WEIGHT_BLOCK))
+        return self.read(*(part(choice, name) for name in self.quant_blocks))
 
     # -- full config ---------------------------------------------------------------------------------------------------
 
@@ -196,8 +208,8 @@ class QatDialect(QuantDialect):
     ) -> tuple[LayerBlock, ...]:
         """The layers of a JSON config, in model order; a config without a layer to quantize is reported."""
         read = super().read_layers(root, model, written, problems)
-        if not problems and not any(layer.data[SWITCH_KEY] for layer in read):
-            problems.add(f"no layer is switched on. Set {SWITCH_KEY} to true for at least one.", root.position)
+        if not problems and not any(layer.data[self.switch_key] for layer in read):
+            problems.add(f"no layer is switched on. Set {self.switch_key} to true for at least one.", root.position)
         return read
 
     def read_members(
@@ -210,14 +222,15 @@ class QatDialect(QuantDialect):
     ) -> None:
         """Read and check the JSON block of a layer; ``target`` takes it as it is written."""
         activation, weight = (
-            self.read_block(key, members.get(key), f"{layer.name}.{key}", problems) for key in (DATA_KEY, WEIGHT_KEY)
+            self.read_block(key, members.get(key), f"{layer.name}.{key}", problems)
+            for key in (self.data_key, self.weight_key)
         )
         block = QuantBlock(activation=activation, weight=weight)
         for key, message in (*self.illegal(block), *self.unsupported(layer, block)):
             problems.add(f"{label(layer)}: {message}", block.position(key))
 
         def note(key: str, what: str) -> None:
-            if target.data[SWITCH_KEY]:
+            if target.data[self.switch_key]:
                 problems.adjust(layer.name, what, block.position(key), anywhere=True)
 
         self.write(block, self.fit(layer, block, note), target)
@@ -225,18 +238,20 @@ class QatDialect(QuantDialect):
     def write(self, block: QuantBlock, changed: Mapping[str, Any], target: LayerBlock) -> None:
         """Add the blocks of a layer; ``changed`` has weight settings, by dotted key, that a rule replaces."""
         weight, origins, capability = block.weight, target.origins, self.types[target.type]
-        target.data[DATA_KEY] = block.activation.write(DATA_KEY, NAME_KEY, origins, {})
+        target.data[self.data_key] = block.activation.write(self.data_key, NAME_KEY, origins, {})
         if not capability.weights:
             return
         channel_wise = weight.given.get("channel_wise", capability.channel_wise)
-        target.data[WEIGHT_KEY] = weight.write(WEIGHT_KEY, NAME_KEY, origins, changed, channel_wise=channel_wise)
+        target.data[self.weight_key] = weight.write(
+            self.weight_key, NAME_KEY, origins, changed, channel_wise=channel_wise
+        )
 
     # -- plan ----------------------------------------------------------------------------------------------------------
 
     def make_plan(self, config: FullConfig, layers: Iterable[LayerInfo]) -> RetrainPlan:
         """Turn a full config, expanded or read, into the plan for the model it was checked against."""
         model = LayerList(layers)
-        blocks = {layer.name: layer for layer in config.layers if SWITCH_KEY in layer.data}
+        blocks = {layer.name: layer for layer in config.layers if self.switch_key in layer.data}
         common: dict[str, Any] = {
             "batch_num": config.fields.get("batch_num", 1),
             "force_fp16": config.fields.get("fakequant_precision_mode") == FORCE_FP16,
@@ -245,10 +260,10 @@ class QatDialect(QuantDialect):
             RetrainLayerPlan(
                 name=layer.name,
                 type=layer.type,
-                enabled=data[SWITCH_KEY],
-                activation=settings_of(data[DATA_KEY], self.activation, NAME_KEY),
-                weight=settings_of(data.get(WEIGHT_KEY, {}), self.weight, NAME_KEY),
-                quantizes_weights=WEIGHT_KEY in data,
+                enabled=data[self.switch_key],
+                activation=settings_of(data[self.data_key], self.activation, NAME_KEY),
+                weight=settings_of(data.get(self.weight_key, {}), self.weight, NAME_KEY),
+                quantizes_weights=self.weight_key in data,
                 **common,
             )
             for layer in model.quantizable(self.types)
@@ -257,7 +272,9 @@ class QatDialect(QuantDialect):
         return RetrainPlan(
             source=config.source,
             layers=plans,
-            not_quantized=MappingProxyType(reasons_not_quantized(model, self.types, blocks, switch_key=SWITCH_KEY)),
+            not_quantized=MappingProxyType(
+                reasons_not_quantized(model, self.types, blocks, switch_key=self.switch_key)
+            ),
             warnings=config.warnings,
             **common,
         )
@@ -271,16 +288,16 @@ class QatExpander:
     ) -> None:
         self.dialect = dialect
         self.problems = problems
-        self.blocks = blocks_with(simple.blocks, QUANT_BLOCKS)
+        self.blocks = blocks_with(simple.blocks, dialect.quant_blocks)
         self.skips = simple.skips("quant_")
         self.overrides_only = overrides_only
 
     def enabled(self, layer: LayerInfo) -> tuple[bool, Origin]:
         """Whether a layer is quantized and why; an override switches a skipped layer on again."""
         override = self.blocks.by_layer.get(layer.name) or self.blocks.by_type.get(layer.type)
-        if override is not None:
-            return True, override.origin
         skipped = self.skips.find(layer)
+        if override is not None and not (skipped is not None and self.dialect.skip_wins):
+            return True, override.origin
         if skipped is not None:
             return False, skipped
         if not self.dialect.types[layer.type].on_by_default:
@@ -305,12 +322,12 @@ class QatExpander:
         changed: dict[str, Any] = {}
         capability = self.dialect.types[layer.type]
         if block.weight.given.get("channel_wise") and capability.weights and not capability.channel_wise:
-            key = f"{WEIGHT_KEY}.channel_wise"
+            key = f"{self.dialect.weight_key}.channel_wise"
             changed[key] = False
             note(key, "channel_wise does not apply to these layers, they are quantized per tensor")
         changed |= self.dialect.fit(layer, block, note)
-        origins = {"": choice.origin, SWITCH_KEY: why}
-        target = LayerBlock(name=layer.name, type=layer.type, data={SWITCH_KEY: enabled}, origins=origins)
+        origins = {"": choice.origin, self.dialect.switch_key: why}
+        target = LayerBlock(name=layer.name, type=layer.type, data={self.dialect.switch_key: enabled}, origins=origins)
         self.dialect.write(block, changed, target)
         return target
 
@@ -318,7 +335,8 @@ class QatExpander:
         """Warn where an override in a file lacks a block, because it inherits nothing from the common one."""
         if choice.origin.level not in (Level.LAYER, Level.TYPE) or choice.block is None:
             return
-        names = QUANT_BLOCKS if self.dialect.types[layer.type].weights else QUANT_BLOCKS[:1]
+        blocks = self.dialect.quant_blocks
+        names = blocks if self.dialect.types[layer.type].weights else blocks[:1]
         missing = [name for name in names if not has(choice, name)]
         inherited = [name for name in missing if has(self.blocks.common, name)]
         if inherited or len(missing) == len(names):

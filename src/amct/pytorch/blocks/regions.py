@@ -123,7 +123,7 @@ class RegionProgram:
     Args:
         traced: The model.
         fused: Its folded copy.
-        layers: The quantized layers.
+        layers: The quantized layers, and the batch norms to be called.
 
     Raises:
         ModelError: It has no program, or one that cannot be divided.
@@ -133,7 +133,8 @@ class RegionProgram:
         if traced.program is None:
             raise ModelError(f"the model cannot be captured as a program: {traced.failure}")
         self._program: ExportedProgram = traced.program
-        self._layers = {name: traced.layers[name].type for name in layers}
+        types = {**traced.module_types, **{name: facts.type for name, facts in traced.layers.items()}}
+        self._layers = {name: types[name] for name in layers}
         self._folded = {
             norm for norm in fused.fusions.values() if isinstance(layer_module(fused.model, norm), nn.Identity)
         }
@@ -210,7 +211,8 @@ class RegionProgram:
     def _computes(self, node: fx.Node, layer: str) -> bool:
         """Whether a node is the operation of a layer, not one that pads its input or the like."""
         entry = layer_type(self._layers[layer])
-        return entry is not None and str(node.target).split(".")[-2].rstrip("_") == entry.operation
+        operation = "batch_norm" if entry is None else entry.operation
+        return str(node.target).split(".")[-2].rstrip("_") == operation
 
     def _parameter(self, node: object) -> str:
         name = self._parameters.get(node.name, "") if isinstance(node, fx.Node) else ""
@@ -231,21 +233,43 @@ class RegionProgram:
             if len(alive) == 1 and all(isinstance(node.meta["val"], Tensor) for node in alive):
                 parts.append([])
         divided = [piece for part in _joined(parts) for piece in _divided(part)]
-        return [self._region(part, last) for part in divided]
+        return [self._region(part) for part in divided]
 
-    def _region(self, steps: list[Step], last: Mapping[fx.Node, int]) -> Region:
-        places = {step.node: place for place, step in enumerate(self.steps)}
+    def between(self, chosen: Sequence[Collection[Step]]) -> list[tuple[Region, int | None]]:
+        """Regions for chosen steps and all that lies between them, in an order in which they can be run.
+
+        Args:
+            chosen: For each wanted region its steps, none of which reads a step behind its first one but its own.
+
+        Returns:
+            The regions, each with its number among the chosen ones; None: it lies between.
+        """
+        owner = {step.node: number for number, steps in enumerate(chosen) for step in steps}
+        parts: list[tuple[list[Step], int | None]] = []
+        begun: dict[int, list[Step]] = {}
+        for step in self.steps:
+            number = owner.get(step.node)
+            if number is None:
+                if not parts or parts[-1][1] is not None:
+                    parts.append(([], None))
+                parts[-1][0].append(step)
+            elif number in begun:
+                begun[number].append(step)
+            else:
+                begun[number] = [step]
+                parts.append((begun[number], number))
+        return [(self._region(steps), number) for steps, number in parts]
+
+    def _region(self, steps: list[Step]) -> Region:
         made = {step.node for step in steps}
-        end = places[steps[-1].node]
-        changing = {*places, *self.inputs}
+        changing = {*self.inputs, *(step.node for step in self.steps)}
         read = dict.fromkeys(node for step in steps for node in step.given)
         inputs = [node for node in read if node in changing and node not in made]
-        begin = places[steps[0].node]
-        others = {node for step in (*self.steps[:begin], *self.steps[end + 1 :]) for node in step.given}
+        others = {node for step in self.steps if step.node not in made for node in step.given} | {*self.outputs}
         return Region(
             steps=steps,
             inputs=inputs,
-            outputs=[step.node for step in steps if last.get(step.node, -1) > end],
+            outputs=[step.node for step in steps if step.node in others],
             shared=others.intersection(inputs),
         )
 
