@@ -15,6 +15,7 @@ from torch import nn
 
 import amct_pytorch as amct
 from amct.errors import AmctError, ModelError
+from amct.pytorch import quantize
 from amct.record import read_record, write_record
 
 
@@ -299,6 +300,12 @@ def test_all_zero_weights_get_scale_one(tmp_path):
     flow.quantize()(flow.example)
     flow.save()
     assert set(read_record(flow.record)["c2"].scale_w) == {1.0}
+
+
+def test_complex_weights_cannot_be_quantized():
+    model = nn.Linear(3, 2, dtype=torch.cfloat)
+    with pytest.raises(TypeError, match="got complex64; compute with its real and imaginary part"):
+        quantize(model, [torch.randn(4, 3, dtype=torch.cfloat)])
 
 
 def test_weights_of_a_type_that_cannot_be_quantized(tmp_path):

@@ -306,9 +306,10 @@ def check_weight(layer: str, source: FloatWeight) -> None:
     """
     weight = source.tensor
     if weight.dtype not in _FLOATS:
+        parts, converted = "compute with its real and imaginary part", "convert the model with model.float()"
         raise ArgumentTypeError(
             f'layer "{layer}": only weights of float32 and float16 can be quantized, got '
-            f"{str(weight.dtype).removeprefix('torch.')}; convert the model with model.float()"
+            f"{str(weight.dtype).removeprefix('torch.')}; {parts if weight.is_complex() else converted}"
         )
     if weight.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all()):
         bad = int((~torch.isfinite(weight)).sum())

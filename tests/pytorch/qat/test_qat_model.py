@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import amct.pytorch as amct
-from amct.errors import ModelError
+from amct.errors import ExportError, ModelError
 from amct.pytorch.qat.layers import quantized_layers
 
 LEARNED = "retrain_weight_quant_config { ulq_retrain { dst_type: INT8 } }"
@@ -390,3 +390,23 @@ def test_a_layer_of_the_users_own_class_keeps_its_forward():
     for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(evaluate(duplicate, images()), evaluate(model, images()))
         assert isinstance(duplicate.own.weight, nn.Parameter)
+
+
+class Linked(nn.Module):
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 4)
+        self.register_buffer("links", torch.eye(2).to_sparse(layout=layout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.links @ self.body(x))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch says that they may change
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=["sparse_coo", "sparse_csr"])
+def test_a_model_with_a_sparse_buffer_trains_and_names_it_where_it_cannot_be_saved(layout, tmp_path):
+    x = torch.randn(2, 6)
+    model = amct.prepare_qat(Linked(layout), x)
+    model.train()(x).sum().backward()
+    with pytest.raises(ExportError, match=rf'"links" is sparse \({str(layout)[6:]}\)'):
+        model.save(tmp_path / "net")

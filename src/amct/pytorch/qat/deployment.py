@@ -71,11 +71,18 @@ def check_trained(model: nn.Module) -> None:
     for layer in quantized_layers(model).values():
         layer.activation.qparams()
     for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not bool(torch.isfinite(_values(tensor)).all()):
             raise TrainingError(
                 f'"{name}" holds NaN or infinity; a loss or gradient before was not finite. Load the last good '
                 "checkpoint, and continue with a lower learning rate or clipped gradients"
             )
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """The values that a tensor holds; of a sparse one without those that are zero by its form."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor.coalesce().values()
+    return tensor if tensor.layout is torch.strided else tensor.values()
 
 
 def as_float_model(model: nn.Module) -> None:
