@@ -47,7 +47,7 @@ from amct.config.qat.dialect import CAFFE_QAT, PYTORCH_QAT
 from amct.data.lmdb import write_lmdb
 from amct.data.samples import Preparation, open_samples, read_mean
 from amct.errors import AmctError
-from amct.export.check.batch import batch_beside, batch_path
+from amct.export.check.batch import batch_beside, batch_path, declared_inputs
 from amct.model.quant_json import read_quant_json
 from amct.record import Record, encode_record, format_record, parse_record, read_any_record
 from amct.record.conversion import read_tensor_qparams
@@ -323,7 +323,7 @@ def _files_beside(model: Model, folder: Path) -> Iterator[tuple[str, Reader]]:
     def kept_batch(content: bytes, place: Path) -> object:
         put(record.read_bytes(), place, record.name)
         put(content, place, batch_path(record).name)
-        return batch_beside(place / record.name, onnx.load(str(model.onnx)))
+        return batch_beside(place / record.name, declared_inputs(onnx.load(str(model.onnx))))
 
     yield "kept batch", Reader("zip", (batch_path(record).read_bytes(),), kept_batch)
 

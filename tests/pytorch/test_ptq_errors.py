@@ -303,7 +303,7 @@ def test_all_zero_weights_get_scale_one(tmp_path):
 
 
 def test_complex_weights_cannot_be_quantized():
-    model = nn.Linear(3, 2, dtype=torch.cfloat)
+    model = nn.Sequential(nn.Linear(3, 2, dtype=torch.cfloat))
     with pytest.raises(TypeError, match="got complex64; compute with its real and imaginary part"):
         quantize(model, [torch.randn(4, 3, dtype=torch.cfloat)])
 
