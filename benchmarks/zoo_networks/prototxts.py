@@ -56,10 +56,11 @@ class CaffeSubject:
         self, quantized: QuantizedModel, batch: Mapping[str, np.ndarray], names: Sequence[str]
     ) -> list[np.ndarray]:
         """The same blobs of the simulation."""
-        if self._simulation is None:
-            self._simulation = quantized.prepared.caffe_model(quantized.qparams).build()
-        outputs = run_net(self._simulation, batch)
-        return [np.array(outputs[name] if name in outputs else self._simulation.blob(name).data) for name in names]
+        if self._simulation is None or self._simulation[0] is not quantized:  # the remedies make several
+            self._simulation = quantized, quantized.prepared.caffe_model(quantized.qparams).build()
+        net = self._simulation[1]
+        outputs = run_net(net, batch)
+        return [np.array(outputs[name] if name in outputs else net.blob(name).data) for name in names]
 
     def float_onnx(self, quantized: QuantizedModel) -> onnx.ModelProto:
         """The float net as ONNX, batch norms folded."""

@@ -141,3 +141,11 @@ def test_the_range_grows_less_the_more_values_there_are():
     factors = [widening(count) for count in (0, 1, 8, 100, 1000, 10_000, 12_999, 10**6, 10**15)]
     assert factors == sorted(factors, reverse=True)
     assert factors[-1] == 1.0
+
+
+def test_values_far_from_zero_leave_room_on_both_sides():
+    """Eight logits, nearly all negative: the next one may be positive."""
+    found = TensorRangeObserver()
+    found.observe(torch.tensor([-4.4, -3.0, -2.5, -2.0, -1.8, -1.0, -0.5, 0.1]))
+    assert found.result().clip_max > 2
+    assert found.result().clip_min < -4.4 * 1.5

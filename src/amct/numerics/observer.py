@@ -414,16 +414,19 @@ class TensorRangeObserver(MinMaxObserver):
 
     The mean of the largest of n normally distributed values is about the quantile 1 - exp(-γ) / n (Gumbel). Below
     13 000 values that is less than ``BEST_REACH``: other data would lose more by being clipped than the finer steps
-    gain. So the range grows to it: by a fifth for 1000 values, by half for 130.
+    gain. So the range grows to it: by a fifth for 1000 values, by half for 130, from its middle as from zero (nobody
+    knows where the middle of so few values is). An end at zero is one that an activation has made: it stays.
     """
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """Return the ends of the range, widened."""
         factor, most = widening(self.count), torch.tensor(LARGEST_SCALE * (2 ** (self.bits - 1) - 1))
-        low, high = super().limits()  # both ends together then have no larger scale than is allowed
-        return torch.maximum(low * factor, torch.minimum(low, -most)), torch.minimum(
-            high * factor, torch.maximum(high, most)
-        )
+        low, high = super().limits()
+        middle, half = (low + high) / 2, (high - low) / 2
+        lower = torch.minimum(low * factor, middle - half * factor).where(low != 0, low)
+        upper = torch.maximum(high * factor, middle + half * factor).where(high != 0, high)
+        # Both ends together have no larger scale than is allowed.
+        return torch.maximum(lower, torch.minimum(low, -most)), torch.minimum(upper, torch.maximum(high, most))
 
 
 def widening(count: int) -> float:

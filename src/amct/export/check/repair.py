@@ -42,7 +42,8 @@ MOST_COST = 0.3
 CHEAP = 0.1
 """The same for a file that is nearly as good as 8-bit outputs can be."""
 TINY_WORK = 3e7
-"""Multiplications of a model that runs in a few tenths of a millisecond: nobody minds what its repair costs."""
+"""Multiplications of a model that runs in a few tenths of a millisecond: its repair may cost ``ALL`` of that time."""
+ALL = 1.0
 MOST_EXPORTS = 3
 """How often a file is exported and measured."""
 MOST_PROBED = 3e11
@@ -314,7 +315,8 @@ class Repair:
         wanted = least * 10 ** (GOAL / 10)
         shapes = {name: array.shape for name, array in self._batches[0].inputs.items()}
         floats = FloatGraph(self._model, file, report, shapes)
-        most = math.inf if floats.work() < TINY_WORK else share * max(floats.saved(), 1.0)
+        share = max(share, ALL) if floats.work() < TINY_WORK else share
+        most = share * max(floats.saved(), 1.0)
         damages = self._damages(floats, [each for each in floats.candidates() if each.cost <= most])
         best: ExportedModel | None = None
         reached, chosen = before, tuple[str, ...]()
