@@ -78,7 +78,7 @@ def test_inspect_and_config(capsys):
         "BatchNormalization",
         "folded into the layer before it, if only this one reads that layer",
     ]
-    assert lines[-1] == "2 of 3 layers are quantized by default"
+    assert lines[-1] == "2 of 3 layers quantized by default"
     assert main(["config", "check", "bad.cfg", "--model", "net.onnx"]) == 2
     assert 'Did you mean "conv"' in capsys.readouterr().err
 

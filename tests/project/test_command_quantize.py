@@ -267,7 +267,7 @@ def test_inspect_says_what_can_be_quantized(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["conv", "Convolution", "quantized"]
     assert "off by default" in lines[2]
-    assert lines[-1] == "2 of 4 layers are quantized by default"
+    assert lines[-1] == "2 of 3 layers quantized by default"
 
 
 NET_WITH_MISTAKE = """

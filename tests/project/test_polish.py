@@ -57,7 +57,7 @@ def test_the_name_of_an_onnx_file_is_understood_as_output(data, tmp_path, capsys
 
 def test_inspect_counts_only_what_computes(capsys):
     assert main(f"inspect {REFERENCE} --input-shape 1,3,8,8".split()) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "2 of 3 layers are quantized by default"
+    assert capsys.readouterr().out.splitlines()[-1] == "2 of 3 layers quantized by default"
 
 
 def test_an_interrupted_calibration_says_how_to_go_on(tmp_path, capsys):

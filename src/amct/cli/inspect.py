@@ -49,11 +49,15 @@ def inspect(
     names = {layer.name for layer in layers}
     computing = [row for layer, row in zip(layers, rows, strict=True) if _counts(layer, row["verdict"], names)]
     done = sum(row["verdict"] == "quantized" for row in computing)
-    show(f"{done} of {counted(len(computing), 'layer')} are quantized by default")
+    show(f"{done} of {counted(len(computing), 'layer')} quantized by default")
 
 
-_NO_LAYERS = frozenset({"Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unflatten", "Unsqueeze"})
-"""Types that only arrange values."""
+_NO_LAYERS = frozenset(
+    {"Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unflatten", "Unsqueeze"}  # only arrange
+    | {"Input", "Data", "ImageData", "HDF5Data", "MemoryData", "WindowData", "DummyData", "AnnotatedData"}  # give data
+    | {"Split", "Silence", "BatchNorm"}  # pass on, or fold (of Caffe)
+)
+"""Types that compute nothing of their own."""
 
 
 def _counts(layer: LayerInfo, verdict: str, names: Collection[str]) -> bool:
