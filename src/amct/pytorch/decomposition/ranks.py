@@ -234,4 +234,4 @@ def _why_slower(measured: Measured, rank: int) -> str | None:
         each.close()
     if times["pair"] <= _FASTER * times["layer"]:
         return None
-    return f"a pair of rank {rank} is not faster: {1e3 * times['pair']:.3g} ms instead of {1e3 * times['layer']:.3g} ms"
+    return f"it takes {1e3 * times['layer']:.3g} ms, and a pair of rank {rank} {1e3 * times['pair']:.3g} ms"
