@@ -93,6 +93,12 @@ def test_parameters_as_a_budget(data):
     assert 0.35 < result.after.parameters / result.before.parameters <= 0.4
 
 
+def test_layers_that_are_kept(data):
+    result = amct.prune_to(network(), data[:1], flops=0.7, keep=["3"])
+    assert result.channels["3"] == (32, 32)
+    assert {skip.layer: skip.reason for skip in result.skipped}["3"] == "named in keep"
+
+
 def test_time_as_a_budget_is_measured(data):
     wide = nn.Sequential(*block(2, 64), *block(64, 128), *block(128, 64), nn.Flatten(), nn.Linear(64 * 256, 4)).eval()
     pictures = functional.interpolate(data[0][0], size=(16, 16))
@@ -139,6 +145,55 @@ def test_what_is_lost_is_less_than_with_equal_ratios(data):
         lost = [float((each.model.eval()(batches[0]) - wanted).square().mean()) for each in (searched, uniform)]
     assert searched.channels["3"][1] < uniform.channels["3"][1]
     assert lost[0] < lost[1]
+
+
+# -------------------------------------------------------------------------------------------------- several means
+
+
+@pytest.fixture(scope="module")
+def trained(data):
+    """A network with measured batch norms, and weights that 8 bits hardly change."""
+    model = network().train()
+    with torch.no_grad():
+        for _ in range(30):
+            model(data[0][0])
+    return model.eval()
+
+
+def test_one_budget_for_channels_sparsity_low_rank_and_bits(trained, data, tmp_path):
+    found = amct.prune_to(trained, data, flops=0.05, align=1, loss=cross_entropy, quantize=True)
+    names = {each.name: each for each in found.combinations}
+    assert {"channels", "channels + 2:4", "channels + INT8", "2:4 + INT8"} <= set(names)
+    assert all(each.share <= 0.05 for each in found.combinations)
+    assert names["2:4 + INT8"].share == pytest.approx(0.5 / 16)
+    lost = [each.lost for each in found.combinations]
+    assert lost == sorted(lost)
+    best = found.combinations[0]
+    assert f"fine-tune first: {best.name} ({best.advice})" in found.summary()
+    x = data[0][0]
+    assert macs(names["channels"].result.model, x) / macs(trained, x) <= 0.05
+    sparse = names["channels + 2:4"].result
+    sparse.save(tmp_path / "net")
+    weights = torch.load(tmp_path / "net_state.pth")
+    masked = weights["3.weight"] * weights["3.weight_mask"]
+    rows = masked.movedim(1, -1).flatten(0, -2)
+    rows = functional.pad(rows, (0, -rows.shape[1] % 4))
+    assert (rows.unflatten(1, (-1, 4)) != 0).sum(-1).max() <= 2
+    assert amct.prepare_qat(found.model, [x])(x).isfinite().all()
+
+
+def test_bits_alone_may_be_enough(trained, data):
+    found = amct.prune_to(trained, [batch[0] for batch in data], params=0.3, quantize=True)
+    whole = next(each for each in found.combinations if each.name == "INT8")
+    assert whole.share == 0.25
+    assert whole.result.channels["3"] == (32, 32)
+    quantized = amct.quantize(trained, [batch[0] for batch in data]).model
+    with torch.no_grad():
+        wanted, got = (torch.cat([model(batch[0]) for batch in data]) for model in (trained, quantized))
+    means = wanted.reshape(2, 16, -1).mean(1).repeat_interleave(16, 0)
+    noise = (got - wanted).square().sum() / (wanted - means).square().sum()
+    assert found.combinations[0].name == "INT8"
+    assert whole.lost == pytest.approx(float(noise), rel=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------------- the parts
@@ -209,6 +264,7 @@ def test_an_impossible_limit_has_no_choice():
         ({"flops": 0.5, "align": 0}, ArgumentError, "align: expected a whole number from 1"),
         ({"flops": 0.5, "loss": 3}, ArgumentError, "loss: expected a function of (output, batch), got int"),
         ({"flops": 0.5, "resume": 3}, ArgumentError, "resume: expected the path of a file"),
+        ({"flops": 0.5, "keep": ["33"]}, ArgumentError, 'keep: there is no layer "33"'),
         ({"flops": 0.001}, SearchError, "flops: expected at least 0."),
         ({"params": 0.001}, SearchError, "so much of the parameters is left"),
         ({"flops": 0.5, "align": 64}, SearchError, "no channel can be removed with align=64"),

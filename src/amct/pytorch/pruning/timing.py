@@ -8,6 +8,7 @@ from amct.export.check.running import LoadedModel, median_seconds
 from amct.pytorch.pruning.saving import float_model, onnx_feeds, traced_plain
 
 if TYPE_CHECKING:
+    from onnx import ModelProto
     from torch import nn
 
     from amct.pytorch.capture.trace import Traced
@@ -29,9 +30,11 @@ class Stopwatch:
         self._traced, self._io = traced, io
         self._whole: LoadedModel | None = None
 
-    def _loaded(self, model: nn.Module) -> LoadedModel:
+    def _exported(self, model: nn.Module) -> ModelProto:
         inputs = self._traced.inputs
-        exported = float_model(traced_plain(model, (*inputs.args, inputs.kwargs), self._io))[0]
+        return float_model(traced_plain(model, (*inputs.args, inputs.kwargs), self._io))[0]
+
+    def _loaded(self, exported: ModelProto) -> LoadedModel:
         self._feeds = onnx_feeds(self._traced, exported)
         loaded = LoadedModel(exported)
         loaded.run(self._feeds)
@@ -43,8 +46,12 @@ class Stopwatch:
         Raises:
             ExportError: One of them cannot be exported.
         """
-        self._whole = self._whole or self._loaded(self._traced.model)
-        whole, pruned = self._whole, self._loaded(model)
+        return self.seconds_of(self._exported(model))
+
+    def seconds_of(self, exported: ModelProto) -> tuple[float, float]:
+        """Seconds of one run of the whole model and of a file that takes the same inputs."""
+        self._whole = self._whole or self._loaded(self._exported(self._traced.model))
+        whole, pruned = self._whole, self._loaded(exported)
         times = median_seconds(
             {"whole": lambda: whole.run(self._feeds), "pruned": lambda: pruned.run(self._feeds)}, budget=BUDGET
         )

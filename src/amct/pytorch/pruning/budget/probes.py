@@ -89,16 +89,19 @@ class Measure:
         traced: The whole model.
         samples: The batches that are measured.
         loss: The user's loss; None: the change of the output.
+        own_statistics: Whether batch norms normalize by the batch.
 
     Raises:
         EvaluatorError: The loss of the whole model is no finite number.
     """
 
-    def __init__(self, traced: Traced, samples: Sequence[Sample], loss: Loss | None) -> None:
+    def __init__(
+        self, traced: Traced, samples: Sequence[Sample], loss: Loss | None, *, own_statistics: bool = True
+    ) -> None:
         if loss is not None and not callable(loss):
             raise ArgumentTypeError(f"loss: expected a function of (output, batch), got {type(loss).__name__}")
         self._traced, self._samples, self._loss = traced, samples, loss
-        self._normalizes = min(sample.count for sample in samples) >= FEWEST_IN_BATCH
+        self._normalizes = own_statistics and min(sample.count for sample in samples) >= FEWEST_IN_BATCH
         whole = copy_model(traced.model, share_tensors=True)
         self._outputs = [] if loss is not None else [_tensors(output) for output in self._run(whole)]
         self._whole = self._mean(self._run(whole)) if loss is not None else 0.0
