@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from amct.cli.batches import DataBatches
     from amct.cli.options import DataOptions
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.search.doctor import Diagnosis
@@ -88,6 +89,18 @@ def front_door(model: str, weights: Path | None, data: DataOptions, *, part: str
     names = forward_inputs(network)
     fitted = data if names else data.fitting(None)
     return _opened(torch_door, (network,), names, fitted, data.batch_size, torch.from_numpy, **own)
+
+
+def torch_data(model: Any, data: DataOptions) -> DataBatches:  # noqa: ANN401  a torch module
+    """The batches for a torch model, with one input or several."""
+    import torch
+
+    from amct.cli.batches import DataBatches, named_batches
+
+    names = forward_inputs(model)
+    if names:
+        return named_batches(names, data).converted_by(torch.from_numpy)
+    return DataBatches.converted(data.fitting(None).stored(), torch.from_numpy)
 
 
 def forward_inputs(model: Any) -> tuple[str, ...]:  # noqa: ANN401  a torch module

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from amct.cli.batches import DataBatches, named_batches
-from amct.cli.front_door import forward_inputs
+from amct.cli.front_door import torch_data
 from amct.cli.model_layers import ONNX_ENDING, check_reference
 from amct.cli.model_pair import check_file
 from amct.cli.options import MODEL_HELP, DataOptions, JsonOption, Learning, takes_data, takes_learning
@@ -345,17 +345,12 @@ def _quantized(
         batches = FirstBatches(onnx_data(model, data))
         quantized = amct.onnx_model.quantize(model, batches, config=config, resume=state, equalize=equalize)
         return quantized, batches
-    import torch
 
     import amct.pytorch
     from amct.cli.model_layers import load_reference
 
     network = load_reference(model)
-    names = forward_inputs(network)
-    if names:
-        batches = FirstBatches(named_batches(names, data).converted_by(torch.from_numpy))
-    else:
-        batches = FirstBatches(DataBatches.converted(data.fitting(None).stored(), torch.from_numpy))
+    batches = FirstBatches(torch_data(network, data))
     quantized = amct.pytorch.quantize(network, batches, config, resume=state, equalize=equalize, **options)
     return quantized, batches
 

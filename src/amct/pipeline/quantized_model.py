@@ -22,8 +22,6 @@ from amct.export.saving import save_files
 from amct.memory import free_unused_models
 from amct.model.quant_json import (
     QUANT_JSON,
-    add_measurement,
-    add_related,
     add_search,
     documents_among,
     integer_tensors,
@@ -32,9 +30,8 @@ from amct.model.verdict import NOT_JUDGED, worst_of
 from amct.pipeline.compare import FileLayers, WrittenFile, measure, qdq_file, reference
 from amct.pipeline.sensitivity import LayerSensitivity, layer_sensitivity
 from amct.report.content import SIMULATION
-from amct.report.filling import ReportSubject, report_content
+from amct.report.filling import ReportSubject, note_measurement, report_content, write_report
 from amct.report.measuring import MeasuredReport, check_metric
-from amct.report.page import write_page
 from amct.report.summary import rounding_text, summary_html, summary_text
 
 if TYPE_CHECKING:
@@ -375,9 +372,9 @@ class QuantizedModel:
         atomic.check_writable(where.parent)
         listed = [Path(file) for file in files]
         found = self._measured_report(data, metric, inputs, listed, before)
-        _write_report(where, replace(found.content, training=training), listed)
+        write_report(where, replace(found.content, training=training), listed)
         self._verdict = found.content.verdict or self._verdict
-        _note_measurement(found.measured, found.content.layers_of, self._verdict, listed)
+        note_measurement(found.measured, found.content.layers_of, self._verdict, listed)
         return where
 
     def file_to_measure(self, files: Iterable[Path]) -> Path | None:
@@ -419,10 +416,10 @@ class QuantizedModel:
         )
         if page is not None and subject is not None:
             of = {"outputs_of": file.name, "layers_of": file.name}
-            _write_report(page, report_content(subject, measured, files=listed, **of), listed)
+            write_report(page, report_content(subject, measured, files=listed, **of), listed)
         known = None if self._verdict is None or self._verdict.of == file.name else self._verdict
         self._verdict = worst_of(filter(None, (measured.verdict(file.name), known))) or self._verdict
-        _note_measurement(measured, file.name, self._verdict, listed)
+        note_measurement(measured, file.name, self._verdict, listed)
         return measured
 
     def report_content(
@@ -493,18 +490,3 @@ class QuantizedModel:
             except AmctError as error:
                 logger.info("no layer is quantized alone: %s", error)
         return self._sensitivity
-
-
-def _write_report(page: Path, content: ReportContent, listed: Iterable[Path]) -> None:
-    """Write the page; a quant.json among the files refers to it."""
-    write_page(page, content)
-    for file in listed:
-        if file.name.endswith(QUANT_JSON):
-            add_related(file, "report", page)
-
-
-def _note_measurement(measured: Measured, of: str, verdict: Verdict | None, listed: Iterable[Path]) -> None:
-    """Put what was measured, and its judgement if it is the latest, into a quant.json among the files."""
-    for file in listed:
-        if file.name.endswith(QUANT_JSON):
-            add_measurement(file, measured.as_measurement(of), verdict)

@@ -14,7 +14,7 @@ import torch
 
 from amct import __version__
 from amct.errors import FileError
-from amct.model.quant_json import QUANT_JSON, read_quant_json
+from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, read_quant_json
 from amct.printable import counted
 from amct.report.activations import InputStatistics
 from amct.report.content import (
@@ -28,6 +28,7 @@ from amct.report.content import (
     WeightRanges,
 )
 from amct.report.measuring import OUTPUT
+from amct.report.page import write_page
 
 if TYPE_CHECKING:
     import os
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from amct.model import Skip
     from amct.model.certificate import Certificate, Point
     from amct.model.quant_json import FileCheck
+    from amct.model.verdict import Verdict
     from amct.numerics.similarity import BoxComparison, LayerComparison
     from amct.report.measuring import Measured
     from amct.report.network import Network
@@ -285,3 +287,21 @@ def program_versions() -> tuple[tuple[str, str], ...]:
         *((name, metadata.version(name)) for name in others),
         ("Python", platform.python_version()),
     )
+
+
+# -- beside the files of a save ----------------------------------------------------------------------------------------
+
+
+def write_report(page: Path, content: ReportContent, listed: Iterable[Path]) -> None:
+    """Write the page; a quant.json among the files refers to it."""
+    write_page(page, content)
+    for file in listed:
+        if file.name.endswith(QUANT_JSON):
+            add_related(file, "report", page)
+
+
+def note_measurement(measured: Measured, of: str, verdict: Verdict | None, listed: Iterable[Path]) -> None:
+    """Put what was measured, and its judgement if it is the latest, into a quant.json among the files."""
+    for file in listed:
+        if file.name.endswith(QUANT_JSON):
+            add_measurement(file, measured.as_measurement(of), verdict)
