@@ -250,3 +250,35 @@ def test_correction_leaves_no_mean_error_in_any_channel(groups, cancel_errors):
     error = convolve(x, weight.double(), groups=groups) - convolve(x, rounded, found, groups=groups)
     assert error.mean((0, 2, 3)).abs().max() < 1e-6
     assert (convolve(x, weight.double(), groups=groups) - convolve(x, rounded, groups=groups)).mean() != 0
+
+
+FIRST_LAYERS = {
+    "convolution": lambda: nn.Conv2d(4, 6, 1),  # every position of a larger kernel sees other values at the edges
+    "depthwise": lambda: nn.Conv2d(4, 8, 1, groups=4),
+    "linear": lambda: nn.Linear(8, 5),
+}
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("convolution", 8), ("convolution", 4), ("depthwise", 8), ("linear", 4)])
+def test_the_integers_of_a_file_leave_no_more_mean_error_than_rounding_the_bias(kind, bits, tmp_path):
+    """Of each channel, on the calibration data, in float64: half a step of the bias is all that is left."""
+    torch.manual_seed(9)
+    layer = FIRST_LAYERS[kind]()
+    model, x = nn.Sequential(layer).eval(), torch.from_numpy(images(Even()))
+    settings = config(weights=ArqSettings(num_bits=bits))
+    quantized = amct.pytorch.quantize(model, [x], settings)
+    quantized.save(tmp_path / "q", formats=("fake_quant",), check=False)
+    weight, bias = stored(tmp_path / "q_fake_quant_model.onnx", quantized.layers)[quantized.layers[0]]
+    qparams = quantized.qparams[quantized.layers[0]]
+    scale = qparams.weight.scale.double()
+    step = scale * qparams.input.step
+    rounded = torch.from_numpy(weight).double() * scale.reshape(-1, *[1] * (weight.ndim - 1))
+    corrected = torch.from_numpy(bias).double() * step
+    with torch.no_grad():
+        exact = layer.double()(x.double())
+        layer.weight.copy_(rounded.reshape(layer.weight.shape))
+        layer.bias.copy_(corrected)
+        error = layer(x.double()) - exact
+    left = error.movedim(-1 if kind == "linear" else 1, 0).flatten(1).mean(1).abs()
+    means = 1e-6 * exact.abs().max()  # the means of the inputs are float32
+    assert (left <= 0.5 * step.expand_as(left) + means).all()
