@@ -187,6 +187,8 @@ def write_files(folder: Path, prototxt=PROTOTXT, trained=TRAINED, onnx=None, fac
         retrain_caffe()
         train_torch()
         amct_pytorch.create_quant_config("torch.json", torch_model(), batch())
+        amct_pytorch.create_distill_config("distill.json", torch_model(), batch())
+        amct_pytorch.tensor_decompose.auto_decomposition(nn.Conv2d(64, 64, 3), "pairs.json")
         amct_pytorch.create_quant_config("dmq.json", torch_model(), batch(), config_defination="dmq.cfg")
         amct_pytorch.quantize_model("torch.json", "m.onnx", "r.txt", torch_model(), batch())(batch())
     shutil.rmtree(folder / "amct_log", ignore_errors=True)
@@ -361,7 +363,21 @@ def kv_cache(config="new.json", record="new.txt"):
     amct_pytorch.create_quant_cali_model(config, record, torch_model())(batch())
 
 
+def distilled():
+    """A student that has learned from the float model for one epoch."""
+    student = amct_pytorch.create_distill_model("distill.json", torch_model(), batch())
+    return amct_pytorch.distill(torch_model(), student, "distill.json", [batch()])
+
+
 READING_FUNCTIONS = {
+    "amct_pytorch.create_distill_model": lambda: amct_pytorch.create_distill_model(
+        "distill.json", torch_model(), batch()
+    ),
+    "amct_pytorch.distill": distilled,
+    "amct_pytorch.tensor_decompose.decompose_network": lambda: amct_pytorch.tensor_decompose.decompose_network(
+        nn.Conv2d(64, 64, 3), "pairs.json"
+    ),
+    "amct.pytorch.decompose": lambda: amct.pytorch.decompose(prunable_model(), batch(), flops=0.9, skip_slower=False),
     "amct_pytorch.restore_compressed_retrain_model": lambda: restored("both"),
     "amct_pytorch.restore_prune_retrain_model": lambda: restored("pruned"),
     "amct.pytorch.prepare_qat": trained_torch,
@@ -427,6 +443,16 @@ WRITING_FUNCTIONS = {
         "new.json", torch_model(), {"kv_cache_quant_layers": ["3"]}
     ),
     "amct_pytorch.create_quant_cali_model": kv_cache,
+    "amct_pytorch.create_distill_config": lambda: amct_pytorch.create_distill_config(
+        "new.json", torch_model(), batch()
+    ),
+    "amct_pytorch.save_distill_model": lambda: amct_pytorch.save_distill_model(distilled(), "flow", batch(), "new.txt"),
+    "amct_pytorch.tensor_decompose": lambda: amct_pytorch.tensor_decompose.auto_decomposition(
+        nn.Conv2d(64, 64, 3), "new.json"
+    ),
+    "amct.pytorch.DecomposedModel.save": lambda: amct.pytorch.decompose(
+        prunable_model(), batch(), flops=0.9, skip_slower=False
+    ).save("pruned"),
     "amct.pytorch.QuantizedModel.save": lambda: quantized_torch().save("torch"),
     "amct.pytorch.QuantizedModel.report": lambda: quantized_torch().report("new.html", [batch()]),
     "amct.onnx_model.QuantizedModel.save": lambda: amct.onnx_model.quantize("net.onnx", values()).save("onnx"),
@@ -449,6 +475,9 @@ WRITING_FUNCTIONS = {
     "amct_pytorch.save_model": lambda: amct_pytorch.save_model("m.onnx", "r.txt", "flow"),
     "amct_caffe.create_quant_config": lambda: amct_caffe.create_quant_config("new.json", *CAFFE_PAIR),
     "amct_caffe.init to save_model": weights_and_activations,
+    "amct_caffe.accuracy_based_auto_calibration": lambda: amct_caffe.accuracy_based_auto_calibration(
+        *CAFFE_PAIR, AnyCaffeMetric(), "caffe.json", "new.txt", "automatic/net"
+    ),
     "amct_caffe.convert_model": lambda: amct_caffe.convert_model(
         *CAFFE_PAIR, "caffe_quant_param_record.txt", "converted"
     ),
@@ -482,6 +511,17 @@ class AnyMetric(AutoCalibrationEvaluatorBase):
 
     def metric_eval(self, original_metric, new_metric):
         return new_metric <= original_metric, new_metric - original_metric
+
+
+class AnyCaffeMetric(AnyMetric):
+    """The same for the files of a Caffe model."""
+
+    def calibration(self, *files):
+        run_caffe(*files)
+
+    def evaluate(self, *files):
+        run_caffe(*files)
+        return 1.0
 
 
 PLANTS = {"journals": plant_journals, "lock": plant_lock}
