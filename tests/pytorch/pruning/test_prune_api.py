@@ -358,3 +358,28 @@ def test_quant_json_of_pruned_models_is_read_again(net, tmp_path):
         "other_record.txt",
     }
     assert compare_runs(documents).names == ("one", "other")
+
+
+class Returns(nn.Module):
+    """Links its features by a sparse matrix, and returns what it is told to."""
+
+    def __init__(self, result):
+        super().__init__()
+        self.a, self.b, self.result = nn.Linear(8, 8), nn.Linear(8, 3), result
+        self.register_buffer("links", torch.eye(8).to_sparse_csr())
+
+    def forward(self, x):
+        return self.result(self.b((self.links @ self.a(x).t()).t()))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")  # torch says that they may change
+def test_channels_of_a_sparse_buffer_stay():
+    result = amct.pytorch.prune(Returns(lambda y: y), torch.randn(2, 8), 0.5, align=1)
+    assert [str(skip) for skip in result.skipped if skip.layer == "a"] == ['"a": links is sparse']
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+def test_a_forward_without_a_result_has_no_file(tmp_path):
+    result = amct.pytorch.prune(Returns(lambda _: None), torch.randn(2, 8), 0.5, align=1)
+    with pytest.raises(ExportError, match="the forward of Returns returns no tensor that a file could compute"):
+        result.save(tmp_path / "net")

@@ -95,6 +95,8 @@ def float_onnx(
             f"{traced.failure}. Calibration works without; to export, express this by operations on tensors, or "
             'quantize a part of the model by its name (part="backbone")'
         )
+    if not any(isinstance(output, str) for output in traced.program.graph_signature.user_outputs):
+        raise ExportError(f"the forward of {type(traced.model).__name__} returns no tensor that a file could compute")
     stored = named_tensors(fused.model)
     lowered = _lowered(traced.program, traced.names, stored, max(opset, _LOWEST_WRITTEN))
     kinds = {name: KIND_OF_TORCH_TYPE[facts.type] for name, facts in traced.layers.items()}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from amct.numerics.observer import is_dense
 from amct.pytorch.pruning.cutting import PARAMETER, node_type
 
 if TYPE_CHECKING:
@@ -213,9 +214,11 @@ class ChannelMap:
         if name not in self.parameters:
             axes = tuple(self.sets.new(size) for size in self.tensors[name].shape)
             self.parameters[name] = axes
-            if name in self._shared:
-                for labels in axes:
-                    self.sets.keep(labels, f"several modules share {name}")
+            stays = f"several modules share {name}" if name in self._shared else ""
+            if not is_dense(self.tensors[name]):
+                stays = f"{name} is sparse"
+            for labels in axes if stays else ():
+                self.sets.keep(labels, stays)
         return self.parameters[name]
 
     def keep(self, axes: Sequence[Axis], operation: Operation, why: str) -> None:
