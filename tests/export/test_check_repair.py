@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import amct.pytorch
-from amct.export.check import repair
+from amct.errors import CalibrationError
+from amct.export.check import checking, repair
 from amct.export.check.repair import Candidate, Damage, FloatGraph, Probe, cheapest, grids, relative_noise
 from amct.export.formats import ExportReport, LayerReport, save_model
 from amct.model.kinds import LayerKind
@@ -170,6 +173,66 @@ def test_a_model_that_takes_no_time_may_lose_what_integers_save(files):
     costs = {name: each.cost for each in floats.candidates() for name in each.tensors}
     lost = sum(costs.get(name, 0.0) for name in small.left_float)
     assert repair.MOST_COST * floats.saved() < lost <= floats.saved()
+
+
+class InputSum(nn.Module):
+    """The input of the model is read by a layer and by a sum; the sum is an output too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.conv, self.last = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        total = x + self.conv(x)
+        return total, self.last(total)
+
+
+@pytest.fixture(scope="module")
+def input_sum(pictures, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("input_sum")
+    quantized = amct.pytorch.quantize(InputSum().eval(), pictures)
+    quantized.save(folder / "net", ["qdq"], check=False)
+    save_model(folder / "float.onnx", quantized.prepared.float_model(None))
+    return quantized, folder
+
+
+def test_errors_of_inputs_and_of_outputs_that_are_read_too(input_sum, pictures):
+    _, folder = input_sum
+    model = onnx.load(folder / "float.onnx")
+    layers = [node for node in model.graph.node if node.op_type == "Conv"]
+    floats = float_graph(folder, layers)
+    name, outputs = model.graph.input[0].name, [value.name for value in model.graph.output]
+    names = [each for candidate in floats.candidates() for each in candidate.noisy]
+    assert {name, outputs[0]} <= set(names)
+    probe = Probe(floats, names)
+    feeds = {name: pictures[0].numpy()}
+    exact, values = probe.values(feeds)
+    assert np.array_equal(values[name], feeds[name])
+    error = np.full(feeds[name].shape, 0.5, np.float32)
+    of_input, of_output = (probe.outputs(feeds, {each: error}) for each in (name, outputs[0]))
+    for each in (of_input, of_output):  # the convolutions round what they read anyway: they read it exactly
+        assert each[outputs[0]] == pytest.approx(exact[outputs[0]] + 0.5, abs=1e-5)
+    assert of_output[outputs[1]] == pytest.approx(exact[outputs[1]], abs=1e-5)
+    # The error of the input reaches the last convolution in the sum.
+    assert np.abs(of_input[outputs[1]] - exact[outputs[1]]).max() > 0.01
+
+
+def test_a_save_does_not_fail_with_its_repair(input_sum, monkeypatch):
+    quantized, folder = input_sum
+    tried = []
+
+    def probe(*_):
+        tried.append(1)
+        raise CalibrationError("too little memory")
+
+    monkeypatch.setattr(repair, "Probe", probe)
+    monkeypatch.setattr(checking, "REPAIRED", -math.inf)
+    quantized.save(folder / "failed", ["qdq"])
+    check = read_quant_json(folder / "failed_quant.json").files["failed_qdq_model.onnx"].check
+    assert tried
+    assert check.sqnr > 10
+    assert not check.left_float
 
 
 DAMAGES = st.lists(st.tuples(st.floats(0.001, 10), st.floats(0.1, 100)), max_size=12).map(

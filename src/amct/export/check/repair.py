@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from amct.export.check.batch import first_samples
+from amct.export.check.batch import batch_size, first_samples
 from amct.export.check.losses import FEWEST_SAMPLES
 from amct.export.check.running import LoadedModel
 from amct.export.onnx.graph import OnnxGraph
@@ -144,11 +144,14 @@ class FloatGraph:
                 members.setdefault(self._origin(name), []).append(name)
         found = []
         for tensors in members.values():
-            noisy = tuple(name for name in tensors if self.readers(name) or self.graph.is_output(name))
+            noisy = tuple(name for name in tensors if self.readers(name) or self._is_computed_output(name))
             if noisy:
                 cost = sum(map(self._cost, tensors))
                 found.append(Candidate(tensors=tuple(tensors), noisy=noisy, cost=cost))
         return found
+
+    def _is_computed_output(self, tensor: str) -> bool:
+        return self.graph.is_output(tensor) and self.graph.producer(tensor) is not None
 
     def readers(self, tensor: str) -> list[NodeProto]:
         """The nodes that would read other values if the tensor were float: no layers, nothing that moves integers."""
@@ -211,11 +214,15 @@ class Probe:
 
     def __init__(self, floats: FloatGraph, tensors: Sequence[str]) -> None:
         graph = floats.graph
-        self._errors = {}
-        self._names = {}
+        self._errors: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        inputs = {value.name for value in graph.inputs}
+        self._fed = [tensor for tensor in tensors if tensor in inputs]
         for tensor in tensors:
             self._errors[tensor] = graph.add_initializer(f"{tensor}.error", np.zeros((), np.float32))
-            self._names[tensor] = self._insert(graph, tensor, floats.readers(tensor))
+            name = self._insert(graph, tensor, floats.readers(tensor))
+            if tensor not in inputs:
+                self._names[tensor] = name
         model = graph.build()
         for name in self._errors.values():
             value = any_value(name)
@@ -228,7 +235,7 @@ class Probe:
     def _insert(self, graph: OnnxGraph, tensor: str, readers: Sequence[NodeProto]) -> str:
         """Let these nodes, and the graph output, read the sum; returns the name of the tensor without error."""
         others = [node for node in graph.consumers(tensor) if all(node is not each for each in readers)]
-        if graph.is_output(tensor):
+        if graph.is_output(tensor) and graph.producer(tensor) is not None:
             source, result = graph.tap(tensor, tensor)
             graph.add_node("Add", graph.fresh_name(f"{tensor}.with_error"), [source, self._errors[tensor]], [result])
             for node in others:
@@ -242,7 +249,8 @@ class Probe:
     def values(self, feeds: Tensors) -> tuple[Tensors, Tensors]:
         """The outputs and the tensors, by their names."""
         found = run_watched(self._session, [*self._outputs, *self._names.values()], feeds, self._seconds)
-        return found, {tensor: found[name] for tensor, name in self._names.items()}
+        values = {tensor: found[name] for tensor, name in self._names.items()}
+        return found, {**values, **{tensor: feeds[tensor] for tensor in self._fed}}
 
     def outputs(self, feeds: Tensors, errors: Tensors) -> Tensors:
         """The outputs with these errors."""
@@ -313,11 +321,11 @@ class Repair:
         least = relative_noise(zip(exact, simulated, strict=True), self._outputs)
         before = relative_noise(zip(exact, got, strict=True), self._outputs)
         wanted = least * 10 ** (GOAL / 10)
-        shapes = {name: array.shape for name, array in self._batches[0].inputs.items()}
-        floats = FloatGraph(self._model, file, report, shapes)
-        share = max(share, ALL) if floats.work() < TINY_WORK else share
+        feeds = [_few(self._model, batch.inputs) for batch in self._batches]
+        floats = FloatGraph(self._model, file, report, {name: array.shape for name, array in feeds[0].items()})
+        share = max(share, ALL) if floats.work() < TINY_WORK * batch_size(feeds[0])[0] else share
         most = share * max(floats.saved(), 1.0)
-        damages = self._damages(floats, [each for each in floats.candidates() if each.cost <= most])
+        damages = self._damages(floats, [each for each in floats.candidates() if each.cost <= most], feeds)
         best: ExportedModel | None = None
         reached, chosen = before, tuple[str, ...]()
         allowed = wanted - least
@@ -335,11 +343,9 @@ class Repair:
         worthwhile = math.sqrt(before * least) if math.isinf(share) else before * 10 ** (-GOAL / 10)
         return (best, chosen) if best is not None and reached <= worthwhile else None
 
-    def _damages(self, floats: FloatGraph, candidates: Sequence[Candidate]) -> list[Damage]:
+    def _damages(self, floats: FloatGraph, candidates: Sequence[Candidate], batches: Sequence[Tensors]) -> list[Damage]:
         """The noise of each candidate alone, the one that is most worth its cost first."""
-        batches = [_few(self._model, batch.inputs) for batch in self._batches]
-        samples = sum(max((len(each) for each in batch.values() if each.ndim), default=1) for batch in batches)
-        work = floats.work() * samples / len(batches)
+        work = floats.work()
         batches = batches[: max(1, int(MOST_PROBED / (work * (len(candidates) + 1) + 1)))]
         candidates = sorted(candidates, key=lambda each: each.cost)[: max(1, int(MOST_PROBED / (work + 1)))]
         known = floats.grids
