@@ -76,9 +76,14 @@ def data_cause(ours: NDArray[np.float64], theirs: NDArray[np.float64], samples: 
     if shift.max() > _SHIFT:
         text = f"its mean is {shift.max():.2g} deviations away from that of the data"
         return Cause(layer="", name=WRONG_MEAN, text=text)
-    if samples < FEWEST_SAMPLES:
-        return Cause(layer="", name=FEW_SAMPLES, text=f"{samples}; {FEWEST_SAMPLES} to 64 are usual")
-    return None
+    return few_samples(samples)
+
+
+def few_samples(samples: int) -> Cause | None:
+    """Whether so few samples calibrated that their ranges are chance."""
+    if samples >= FEWEST_SAMPLES:
+        return None
+    return Cause(layer="", name=FEW_SAMPLES, text=f"{samples}; {FEWEST_SAMPLES} to 64 are usual")
 
 
 def outlier(largest: NDArray[np.float64]) -> tuple[int, float] | None:

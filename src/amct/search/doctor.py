@@ -38,6 +38,7 @@ from amct.search.causes import (
     Cause,
     channels,
     data_cause,
+    few_samples,
     outlier,
     readers_of_sums,
     stream_outliers,
@@ -216,11 +217,11 @@ class _Patient:
     def _data_cause(self) -> Cause | None:
         examples = [self._prepared.onnx_inputs(each) for each in self._quantized.examples]
         name = max(self._feeds[0], key=lambda key: self._feeds[0][key].nbytes)
-        if self._feeds[0][name].dtype.kind != "f":
-            return None
         used = self._quantized.calibration
         is_counted = used is not None and used.unit != "batches"
         samples = used.used if used is not None and is_counted else _samples(examples, name)
+        if self._feeds[0][name].dtype.kind != "f":
+            return few_samples(samples)
         ours, theirs = (channels([each[name] for each in feeds]) for feeds in (self._feeds, examples))
         return data_cause(ours, theirs, samples)
 
@@ -257,7 +258,7 @@ class _Patient:
 
         def take(key: str, tensor: Tensor) -> None:
             if key in found:
-                found[key].append(tensor)
+                found[key].append(tensor.detach().clone())  # a Caffe net uses its memory again
             if key in names:
                 array = tensor.detach().cpu().float().numpy()
                 seen = np.abs(channels([array], last=self._has_last(names[key], array.ndim))).max(1)
