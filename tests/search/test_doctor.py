@@ -330,6 +330,6 @@ def test_all_readers_of_a_stream_are_named_and_healed_together():
     found = amct.pytorch.diagnose(model, list(DATA.split(8)), [DATA])
     guilty = [each for each in found.causes if each.name == RESIDUAL]
     assert {each.layer for each in guilty} == {"head", "first.0", "first.1", "first.2"}
-    assert all("channel 5 " in each.text and "4 layers read, first.0 first" in each.text for each in guilty)
+    assert all("channel 5 " in each.text and "of 4 layers, first.0 first" in each.text for each in guilty)
     float_head = next(each for each in found.remedies if each.name == "float: head")
     assert found.remedies[0].gain > float_head.gain + 5
