@@ -337,3 +337,23 @@ def test_another_budget_does_not_go_on(data, tmp_path, monkeypatch):
     amct.prune_to(network(), data[:1], flops=0.7, resume=journal)
     with pytest.raises(SearchError, match="another budget"):
         amct.prune_to(network(), data[:1], flops=0.5, resume=journal)
+
+
+class Recurrent(nn.Module):
+    """An LSTM between linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.lstm, self.after = nn.Linear(8, 16), nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 16)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.after(self.lstm(torch.relu(self.before(x)))[0])))
+
+
+def test_a_recurrent_layer_keeps_its_size_and_says_why():
+    generator = torch.Generator().manual_seed(0)
+    result = amct.prune_to(Recurrent(), [torch.randn(16, 5, 8, generator=generator)], params=0.98)
+    assert result.channels == {"before": (16, 16), "after": (16, 8), "last": (4, 4)}
+    reasons = {skip.layer: skip.reason for skip in result.skipped}
+    assert "hidden values feed all gates of the next step" in reasons["before"]

@@ -93,6 +93,16 @@ def _grouped(
     return outputs
 
 
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def recurrent(channels: ChannelMap, operation: Operation) -> list[Axes]:
+    """A recurrent layer keeps its input and its hidden size: each hidden value feeds every gate of the next step."""
+    for value in operation.operands:
+        channels.keep(
+            channels.of(value), operation, "has a fixed size: its hidden values feed all gates of the next step"
+        )
+    return [(None,) * len(value.shape or ()) for value in operation.results]
+
+
 @rule("linear")
 def linear(channels: ChannelMap, operation: Operation) -> Axes:
     """A product with a weight along the last axis; its rows make the output channels."""
