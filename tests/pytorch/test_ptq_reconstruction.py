@@ -281,6 +281,26 @@ def test_a_model_without_a_program_stays_as_it_is_and_says_why(caplog):
     assert not quantized.prepared.weights["conv"].custom_rounding
 
 
+class Recurrent(nn.Module):
+    """A layer before an LSTM, whose operation in the program has no gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.lstm, self.fc = nn.Linear(6, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.fc(self.lstm(self.before(x))[0])
+
+
+def test_what_cannot_learn_stays_as_it_is_and_the_rest_learns():
+    model = nn.Sequential(Recurrent(), nn.ReLU()).eval()
+    quantized = amct.quantize(model, [torch.randn(8, 5, 6) for _ in range(2)], reconstruct="blocks")
+    learned = {name: weights.custom_rounding for name, weights in quantized.prepared.weights.items()}
+    assert learned["0.lstm"] is False
+    assert set(learned) == {"0.before", "0.lstm", "0.fc"}
+    assert quantized(torch.randn(3, 5, 6)).shape == (3, 5, 4)
+
+
 def test_it_takes_the_place_of_adaround(model, monkeypatch):
     monkeypatch.setattr("amct.pytorch.preparation.learn_rounding", lambda *_, **__: pytest.fail("AdaRound was run"))
     ada = amct.LayerConfig(weights=amct.AdaRoundSettings(num_bits=4))

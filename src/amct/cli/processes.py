@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from amct.calibration import Ranks
+
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # as torchrun sets them
 
 
@@ -20,6 +22,13 @@ def is_alone() -> bool:
 def rank_prefix() -> str:
     """Return what stands before an error of this process, to tell it from those of others; empty in the first one."""
     return "" if is_alone() or os.environ["RANK"] == "0" else f"rank {os.environ['RANK']}: "
+
+
+def ranks_here() -> Ranks:
+    """Return the processes that run this command together."""
+    from amct.calibration import all_ranks
+
+    return all_ranks()
 
 
 @contextmanager

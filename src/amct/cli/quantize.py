@@ -16,7 +16,7 @@ from amct.cli.model_pair import check_file
 from amct.cli.options import MODEL_HELP, DataOptions, JsonOption, Learning, takes_data, takes_learning
 from amct.cli.own_layers import OwnLayers, takes_own_layers
 from amct.cli.printing import aligned, comparison_row, decibel, most_harmed, short_name, show, show_json
-from amct.cli.processes import processes
+from amct.cli.processes import processes, ranks_here
 from amct.cli.search import GoalOptions, curve_lines, search_settings, takes_goal
 from amct.errors import ArgumentError
 from amct.log import few_lines
@@ -26,7 +26,6 @@ from amct.printable import counted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from amct.calibration import Ranks
     from amct.data import StoredBatches
     from amct.export.request import SavePath
     from amct.model.quant_json import QuantJson
@@ -142,7 +141,7 @@ def quantize(  # noqa: PLR0913  the options of a command
                 quantized, batches = _quantized(
                     model, weights, data, config, files, state, equalize=equalize, part=part, **learning.arguments()
                 )
-            ranks = _ranks()
+            ranks = ranks_here()
         if prints:
             result = _result(quantized, batches, files)
         state.remove(ranks)
@@ -187,7 +186,7 @@ def _telling_of(state: CalibrationFile) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        left = state.of_process(_ranks())
+        left = state.of_process(ranks_here())
         if left.is_file():
             show(f"{left} has the calibration so far; the same command with --resume goes on with it", err=True)
         raise
@@ -353,12 +352,6 @@ def _quantized(
     batches = FirstBatches(torch_data(network, data))
     quantized = amct.pytorch.quantize(network, batches, config, resume=state, equalize=equalize, **options)
     return quantized, batches
-
-
-def _ranks() -> Ranks:
-    from amct.calibration import all_ranks
-
-    return all_ranks()
 
 
 def _result(quantized: QuantizedModel, data: FirstBatches, files: _Files) -> dict[str, Any]:

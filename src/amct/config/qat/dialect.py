@@ -103,10 +103,8 @@ def part(choice: Choice, name: str) -> Choice:
     return Choice(block, Origin(choice.origin.level, where(choice, name)), choice.entry)
 
 
-NAME_KEY = "algo"
-SWITCH_KEY = "retrain_enable"
-DATA_KEY = "retrain_data_config"
-WEIGHT_KEY = "retrain_weight_config"
+NAME_KEY, SWITCH_KEY = "algo", "retrain_enable"
+DATA_KEY, WEIGHT_KEY = "retrain_data_config", "retrain_weight_config"
 
 
 class QatDialect(QuantDialect):
@@ -121,9 +119,7 @@ class QatDialect(QuantDialect):
     activations: ClassVar[tuple[Algorithm, ...]]
     quant_blocks: ClassVar[tuple[str, str]] = QUANT_BLOCKS
     skip_wins: ClassVar[bool] = False
-    switch_key = SWITCH_KEY
-    data_key = DATA_KEY
-    weight_key = WEIGHT_KEY
+    switch_key, data_key, weight_key = SWITCH_KEY, DATA_KEY, WEIGHT_KEY
     name_keys = (NAME_KEY, NAME_KEY)
     oneofs = ("RetrainDataAlgorithm", "RetrainWeightAlgorithm")
 

@@ -195,7 +195,7 @@ class Block:
                     return operation(x)
                 bias = biases.get(step.layer)
                 weight = own[step.layer] if step.layer in own else layer.weight()
-                return operation(x, weight, layer.bias if bias is None else bias.tensor)
+                return operation(x, weight.to(x.dtype), layer.bias if bias is None else bias.tensor)
 
             found = self._run(mixed, call)
             return torch.stack([output_error(*pair) for pair in zip(found, wanted, strict=True)]).sum() / unit

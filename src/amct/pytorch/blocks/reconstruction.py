@@ -118,11 +118,14 @@ class Reconstruction:
                     after = block.error(samples, {**self.layers, **found})
             except CalibrationError as error:
                 raise layer_error(region.name, error) from error
-            if after <= before:
-                self.layers.update(found)
-            self.errors[region.name] = before, min(before, after)
-            logger.debug('block "%s": error %g, was %g', region.name, after, before)
-            self._clock.note(number, settings.num_iteration, time.monotonic() - begin)
+            except (RuntimeError, NotImplementedError) as error:  # an operation without gradients
+                logger.warning('block "%s" stays as it is, because it cannot learn: %s', region.name, error)
+            else:
+                if after <= before:
+                    self.layers.update(found)
+                self.errors[region.name] = before, min(before, after)
+                logger.debug('block "%s": error %g, was %g', region.name, after, before)
+                self._clock.note(number, settings.num_iteration, time.monotonic() - begin)
         network.go_on(region, self.layers)
 
     def result(self) -> tuple[TorchPreparation, dict[str, LayerQParams]]:
@@ -264,7 +267,10 @@ class _Network:
         """Run the float network region by region, to see that it is the model; returns the most bytes of a batch."""
         try:
             with torch.no_grad():
-                wanted = preparation.fused.model(*arguments[0], **arguments[1])
+                args, kwargs = pytree.tree_map_only(
+                    Tensor, Tensor.clone, arguments
+                )  # a forward may write to its inputs
+                wanted = preparation.fused.model(*args, **kwargs)
                 values, most = self._program.given(arguments), 0
                 for number, region in enumerate(self.regions):
                     begin = time.monotonic()

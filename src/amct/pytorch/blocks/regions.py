@@ -204,7 +204,7 @@ class RegionProgram:
         stack = node.meta.get("nn_module_stack") or {}
         paths = [layer_name(path) for path, _ in stack.values()]
         layer = next((path for path in paths if path in self._layers and self._computes(node, path)), "")
-        is_folded = bool(self._folded.intersection(paths)) and "batch_norm" in str(target)
+        is_folded = bool(self._folded.intersection(paths)) and "batch_norm" in str(node.target)
         own = layer and len(node.args) > 1 and self._parameter(node.args[1]) == f"{layer}.weight"
         return Step(node, target, reads, layer, bool(own), is_folded, paths[-1] if paths else "")
 
@@ -212,7 +212,8 @@ class RegionProgram:
         """Whether a node is the operation of a layer, not one that pads its input or the like."""
         entry = layer_type(self._layers[layer])
         operation = "batch_norm" if entry is None else entry.operation
-        return str(node.target).split(".")[-2].rstrip("_") == operation
+        target = node.target
+        return isinstance(target, torch._ops.OpOverload) and _name(target) == operation
 
     def _parameter(self, node: object) -> str:
         name = self._parameters.get(node.name, "") if isinstance(node, fx.Node) else ""
@@ -357,6 +358,11 @@ class RegionProgram:
 def _plain(step: Step, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
     del step
     return operation(x)
+
+
+def _name(target: torch._ops.OpOverload) -> str:
+    """The name of an operation, that of ``relu_`` without its end."""
+    return str(target._schema.name).rpartition("::")[2].rstrip("_")
 
 
 def _tensors(value: object) -> bool:
