@@ -301,6 +301,15 @@ def test_what_cannot_learn_stays_as_it_is_and_the_rest_learns():
     assert quantized(torch.randn(3, 5, 6)).shape == (3, 5, 4)
 
 
+@pytest.mark.parametrize("name", ["lstm_bidirectional", "gru_state_batch_first", "transformer", "mix", "keywords"])
+def test_unusual_networks_learn_or_say_why_not(name):
+    from pytorch_nets import case
+
+    model = case(name).model()
+    quantized = amct.quantize(model, [case(name).inputs()], reconstruct="blocks")
+    assert len(quantized.layers) > 0
+
+
 def test_it_takes_the_place_of_adaround(model, monkeypatch):
     monkeypatch.setattr("amct.pytorch.preparation.learn_rounding", lambda *_, **__: pytest.fail("AdaRound was run"))
     ada = amct.LayerConfig(weights=amct.AdaRoundSettings(num_bits=4))

@@ -246,7 +246,10 @@ class _Network:
 
     def __init__(self, preparation: TorchPreparation, batches: Sequence[Arguments]) -> None:
         self._program = RegionProgram(preparation.traced, preparation.fused, preparation.weights)
-        self._constants = self._program.constants(preparation.fused.model)
+        try:
+            self._constants = self._program.constants(preparation.fused.model)
+        except RuntimeError as error:  # of any operation
+            raise ModelError(f"its captured program cannot be run in parts: {error}") from error
         self.regions = self._program.regions()
         self._fp16 = {layer.name for layer in preparation.layer_plans if layer.force_fp16}
         self.seconds: list[float] = []

@@ -146,20 +146,16 @@ class RegionProgram:
         self._read()
         (output,) = graph.find_nodes(op="output")
         self.outputs = [self._latest.get(each, each) for each in output.all_input_nodes]
-        self._sizes = self._symbols(traced)
         first = next((each.meta["val"] for each in self.inputs if isinstance(each.meta["val"], Tensor)), None)
         size = first.shape[0] if first is not None and first.ndim else 0
         self._symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+        self._sizes = self._fixed_sizes(traced)
 
-    def _symbols(self, traced: Traced) -> dict[Any, int]:
-        """The sizes of the example, by torch's symbols of them."""
-        tensors = [each.meta["val"] for each in self.inputs if isinstance(each.meta["val"], Tensor)]
-        pairs: list[tuple[Any, int]] = [
-            (symbol, size)
-            for tensor, example in zip(tensors, traced.inputs.tensors(), strict=False)
-            for symbol, size in zip(tensor.shape, example.shape, strict=True)
-        ]
-        return {symbol.node.expr: size for symbol, size in pairs if isinstance(symbol, torch.SymInt)}
+    def _fixed_sizes(self, traced: Traced) -> dict[Any, int]:
+        """The sizes of the example by torch's symbols of them, but that of the batch."""
+        tensors = [each for each in self.inputs if isinstance(each.meta["val"], Tensor)]
+        found = _sizes_of(dict(zip(tensors, traced.inputs.tensors(), strict=False)))
+        return {symbol: size for symbol, size in found.items() if symbol != self._symbol}
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -175,14 +171,14 @@ class RegionProgram:
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 memory.add_stored(node)
-            if node.op != "call_function" or not _tensors(node.meta.get("val")):
+            if node.op != "call_function":
+                continue
+            if any(each in changing for each in node.all_input_nodes):
+                changing.add(node)  # a size of a tensor, too
+            if not _tensors(node.meta.get("val")):
                 continue
             step = self._step(node, memory)
-            if any(each in changing for each in node.all_input_nodes):
-                changing.add(node)
-                self.steps.append(step)
-            else:
-                self._constants.append(step)
+            (self.steps if node in changing else self._constants).append(step)
 
     def _step(self, node: fx.Node, memory: Memory) -> Step:
         reads = {each: self._latest[each] for each in node.all_input_nodes if each in self._latest}
@@ -301,7 +297,7 @@ class RegionProgram:
                 values[node] = found.detach() if isinstance(found, Tensor) else found
         with torch.no_grad():
             for step in self._constants:
-                values[step.node] = self._run(step, values, 1, _plain)
+                values[step.node] = self._run(step, values, self._sizes, _plain)
         biases = {
             step.layer: getattr(layer_module(model, step.layer), "bias", None) for step in self.steps if step.layer
         }
@@ -322,16 +318,15 @@ class RegionProgram:
             return operation(x, constants.values[weight], constants.biases[step.layer])
 
         values = {**constants.values, **given}
-        tensors = [value for value in given.values() if isinstance(value, Tensor) and value.ndim]
-        batch = tensors[0].shape[0] if tensors else 1
+        sizes = self._sizes | _sizes_of(given)
         for step in region.steps:
-            values[step.node] = self._run(step, values, batch, call or as_it_is)
+            values[step.node] = self._run(step, values, sizes, call or as_it_is)
         return [values[node] for node in region.outputs]
 
-    def _run(self, step: Step, values: Values, batch: int, call: LayerCall) -> Any:  # noqa: ANN401  any result
+    def _run(self, step: Step, values: Values, sizes: Mapping[Any, int], call: LayerCall) -> Any:  # noqa: ANN401  any result
         def look_up(node: fx.Node) -> Any:  # noqa: ANN401  any value
             node = step.reads.get(node, node)
-            return values[node] if node in values else self._size(node.meta["val"], batch)
+            return values[node] if node in values else _number(node.meta["val"], sizes)
 
         args: Any = fx.map_arg(step.node.args[:1] if step.is_folded else step.node.args, look_up)
         if step.is_folded:
@@ -347,12 +342,32 @@ class RegionProgram:
 
         return call(step, operation, args[0])
 
-    def _size(self, value: Any, batch: int) -> Any:  # noqa: ANN401  a number, or torch's symbol of one
-        if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return value
-        numbers = {**self._sizes, **({} if self._symbol is None else {self._symbol: batch})}
-        found = value.node.expr.subs(numbers)
-        return int(found) if isinstance(value, torch.SymInt) else type(value.node.hint)(found)
+
+def _sizes_of(given: Values) -> dict[Any, int]:
+    """The sizes that torch's symbols stand for, as given tensors have them."""
+    pairs = (
+        (symbol, size)
+        for node, tensor in given.items()
+        if isinstance(tensor, Tensor)
+        for symbol, size in zip(node.meta["val"].shape, tensor.shape, strict=True)
+    )
+    return {symbol.node.expr: size for symbol, size in pairs if isinstance(symbol, torch.SymInt)}
+
+
+def _number(value: Any, sizes: Mapping[Any, int]) -> Any:  # noqa: ANN401  a number, or torch's symbol of one
+    """What an argument that is no tensor is.
+
+    Raises:
+        RuntimeError: It depends on a size that no tensor here has.
+    """
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    expression = value.node.expr
+    unknown = expression.free_symbols.difference(sizes)
+    if unknown:
+        raise RuntimeError(f"the size {unknown.pop()} is not that of a tensor which is read here")
+    found = expression.subs(sizes)
+    return int(found) if isinstance(value, torch.SymInt) else type(value.node.hint)(found)
 
 
 def _plain(step: Step, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
