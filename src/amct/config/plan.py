@@ -16,7 +16,8 @@ from amct.config.simple_config import Level
 from amct.numerics.settings import FilterPruneSettings, SelectivePruneSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    import logging
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from amct.config.layers import LayerList
     from amct.config.registry import Algorithm
@@ -309,3 +310,13 @@ class CompressionPlan:
     prune: PrunePlan | None = None
     quant: RetrainPlan | None = None
     warnings: tuple[Problem, ...] = ()
+
+
+def say_fixed_min(logger: logging.Logger, layers: Sequence[str]) -> None:
+    """Log where the lower clip stays at 0 although the config does not say so."""
+    if layers:
+        logger.info(
+            "fixed_min: the lower clip of %s stays at 0, because no input value is negative; give clips, or fixed_min: "
+            "false, to train it",
+            ", ".join(f'"{name}"' for name in layers),
+        )

@@ -17,7 +17,8 @@ from amct.caffe.model import read_model, read_training_model, write_model
 from amct.caffe.prototxt import layer_infos
 from amct.caffe.ptq.folding import FusionReport, fuse_after
 from amct.caffe.ptq.graph import input_layer, taken_names, watched_blobs
-from amct.config.qat.dialect import CAFFE_QAT, say_fixed_min
+from amct.config.plan import say_fixed_min
+from amct.config.qat.dialect import CAFFE_QAT
 from amct.model import Skip
 from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 from amct.printable import counted

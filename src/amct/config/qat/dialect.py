@@ -33,8 +33,7 @@ from amct.config.simple_config import (
 from amct.numerics.settings import AtLeastOne, CheckedSettings, Version, bits_of
 
 if TYPE_CHECKING:
-    import logging
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from amct.config.blocks import AlgorithmBlock
     from amct.config.json_reader import JsonNode
@@ -48,16 +47,6 @@ WEIGHT_BLOCK = "retrain_weight_quant_config"
 PRUNE_BLOCK = "prune_config"
 QUANT_BLOCKS = (DATA_BLOCK, WEIGHT_BLOCK)
 _ENTRIES = {DATA_BLOCK: "activations", WEIGHT_BLOCK: "weights", PRUNE_BLOCK: "prune"}
-
-
-def say_fixed_min(logger: logging.Logger, layers: Sequence[str]) -> None:
-    """Log where the lower clip stays at 0 although the config does not say so."""
-    if layers:
-        logger.info(
-            "fixed_min: the lower clip of %s stays at 0, because no input value is negative; give clips, or fixed_min: "
-            "false, to train it",
-            ", ".join(f'"{name}"' for name in layers),
-        )
 
 
 def blocks_with(blocks: Blocks, names: tuple[str, ...]) -> Blocks:

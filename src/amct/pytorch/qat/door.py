@@ -17,9 +17,8 @@ from torch import nn
 from amct import log
 from amct.calibration import CalibrationSession
 from amct.calibration.session import HIDDEN, INPUT, Stream
-from amct.config.plan import OPEN_ENDED
+from amct.config.plan import OPEN_ENDED, say_fixed_min
 from amct.config.python_config import retrain_plan_of
-from amct.config.qat.dialect import say_fixed_min
 from amct.errors import ArgumentError, ArgumentTypeError, ModelError
 from amct.export.request import Target
 from amct.numerics.adaround.scale import least_error_scale
