@@ -337,6 +337,8 @@ def test_another_budget_does_not_go_on(data, tmp_path, monkeypatch):
     amct.prune_to(network(), data[:1], flops=0.7, resume=journal)
     with pytest.raises(SearchError, match="another budget"):
         amct.prune_to(network(), data[:1], flops=0.5, resume=journal)
+    with pytest.raises(SearchError, match="another data"):
+        amct.prune_to(network(), [(data[0][0], data[0][1].flip(0))], flops=0.7, resume=journal)
 
 
 class Recurrent(nn.Module):

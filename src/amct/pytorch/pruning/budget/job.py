@@ -101,7 +101,7 @@ class PruneJob:
         kept = [f"without {name}" for name in self.wanted.kept]
         return {
             "model": fingerprint([part for part in state if isinstance(part, (str, torch.Tensor))]),
-            "data": fingerprint([tensor for sample in self.samples for tensor in sample.tensors]),
+            "data": fingerprint(pytree.tree_leaves([sample.original for sample in self.samples])),  # labels too
             "budget": ", ".join([str(options.budget), f"align {options.align}", what, *kept]),
         }
 
