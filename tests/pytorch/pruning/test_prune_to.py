@@ -273,7 +273,7 @@ def test_an_impossible_limit_has_no_choice():
         ({"flops": 0.5, "loss": lambda *_: 1 / 0}, EvaluatorError, "loss raised ZeroDivisionError"),
         ({"flops": 0.5, "loss": lambda output, _: output.sum().item()}, EvaluatorError, "without a gradient"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_mistakes(given, error, message, data):
     with pytest.raises(error) as caught:
