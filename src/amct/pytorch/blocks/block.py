@@ -122,7 +122,7 @@ class Block:
     Args:
         program: The program.
         region: The region.
-        constants: Of the float model, for all that is not quantized.
+        constants: For all that is not quantized, and for layers that do not read their weight as it is.
         layers: The layers as they are now.
         fp16: The layers whose activation scales are rounded to half precision.
     """
@@ -138,6 +138,13 @@ class Block:
         self._program, self._region, self._constants = program, region, constants
         self._layers = {name: layers[name] for name in region.layers}
         self._fp16 = fp16
+        self._weights: dict[LearnedLayer, Tensor] = {}
+
+    def _weight(self, layer: LearnedLayer) -> Tensor:
+        """The weight of a layer on its grid; it is computed once."""
+        if layer not in self._weights:
+            self._weights[layer] = layer.weight()
+        return self._weights[layer]
 
     def outputs(self, given: Sequence[Tensor], layers: Mapping[str, LearnedLayer]) -> list[Tensor]:
         """What the block computes with quantized layers."""
@@ -145,7 +152,7 @@ class Block:
         def call(step: Step, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
             layer = layers[step.layer]
             x = quantized_as(layer.weights.balanced_input(x), layer.qparams.input)
-            return operation(x, layer.weight(), layer.bias) if step.reads_weight else operation(x)
+            return operation(x, self._weight(layer), layer.bias) if step.reads_weight else operation(x)
 
         with torch.no_grad():
             return self._run(given, call)
@@ -194,7 +201,7 @@ class Block:
                 if not step.reads_weight:
                     return operation(x)
                 bias = biases.get(step.layer)
-                weight = own[step.layer] if step.layer in own else layer.weight()
+                weight = own[step.layer] if step.layer in own else self._weight(layer)
                 return operation(x, weight.to(x.dtype), layer.bias if bias is None else bias.tensor)
 
             found = self._run(mixed, call)
@@ -244,7 +251,7 @@ class Block:
 
         def call(step: Step, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
             layer = self._layers[step.layer]
-            result = operation(x, layer.weight(), layer.bias) if step.reads_weight else operation(x)
+            result = operation(x, self._weight(layer), layer.bias) if step.reads_weight else operation(x)
             if step.layer in names and layer.corrects_bias():
                 assert layer.bias is not None
                 found[step.layer] = Moved(layer.bias.clone().requires_grad_(), _BIAS_RATE * float(result.std()))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from amct.numerics.qparams import LayerQParams
     from amct.pipeline.flow import Passes
     from amct.pytorch.blocks.block import Sample
-    from amct.pytorch.blocks.regions import Region, Values
+    from amct.pytorch.blocks.regions import Constants, Region, Values
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import TorchPreparation
 
@@ -248,6 +248,7 @@ class _Network:
         self._program = RegionProgram(preparation.traced, preparation.fused, preparation.weights)
         try:
             self._constants = self._program.constants(preparation.fused.model)
+            self._rounded = self._constants_of_quantized(preparation)
         except RuntimeError as error:  # of any operation
             raise ModelError(f"its captured program cannot be run in parts: {error}") from error
         self.regions = self._program.regions()
@@ -265,6 +266,13 @@ class _Network:
             )
         self._exact = [self._program.given(each) for each in batches[:kept]]
         self._given = [dict(each) for each in self._exact]
+
+    def _constants_of_quantized(self, preparation: TorchPreparation) -> Constants:
+        """Those with rounded weights, where a layer reads its weight in another form (an LSTM)."""
+        layers = (step.layer for step in self._program.steps if step.layer and not step.reads_weight)
+        if not any(preparation.weights[name].weights for name in layers):
+            return self._constants
+        return self._program.constants(preparation.quantized_copy(is_private=True))
 
     def _tried(self, preparation: TorchPreparation, arguments: Arguments) -> int:
         """Run the float network region by region, to see that it is the model; returns the most bytes of a batch."""
@@ -315,7 +323,7 @@ class _Network:
 
     def block(self, region: Region, layers: Mapping[str, LearnedLayer]) -> Block:
         """A region with its layers as they are."""
-        return Block(self._program, region, self._constants, layers, self._fp16)
+        return Block(self._program, region, self._rounded, layers, self._fp16)
 
     def go_on(self, region: Region, layers: Mapping[str, LearnedLayer]) -> None:
         """Compute a region in both networks, the quantized one with these layers."""
