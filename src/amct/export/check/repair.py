@@ -42,8 +42,7 @@ MOST_COST = 0.3
 CHEAP = 0.1
 """The same for a file that is nearly as good as 8-bit outputs can be."""
 TINY_WORK = 3e7
-"""Multiplications of a model that runs in a few tenths of a millisecond: its repair may cost ``ALL`` of that time."""
-ALL = 1.0
+"""Multiplications of a model that runs in a few tenths of a millisecond: how fast its file is hardly matters."""
 MOST_EXPORTS = 3
 """How often a file is exported and measured."""
 MOST_PROBED = 3e11
@@ -323,8 +322,8 @@ class Repair:
         wanted = least * 10 ** (GOAL / 10)
         feeds = [_few(self._model, batch.inputs) for batch in self._batches]
         floats = FloatGraph(self._model, file, report, {name: array.shape for name, array in feeds[0].items()})
-        share = max(share, ALL) if floats.work() < TINY_WORK * batch_size(feeds[0])[0] else share
-        most = share * max(floats.saved(), 1.0)
+        is_tiny = floats.work() < TINY_WORK * batch_size(feeds[0])[0]
+        most = math.inf if is_tiny else share * max(floats.saved(), 1.0)
         damages = self._damages(floats, [each for each in floats.candidates() if each.cost <= most], feeds)
         best: ExportedModel | None = None
         reached, chosen = before, tuple[str, ...]()
