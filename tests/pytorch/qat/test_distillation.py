@@ -273,6 +273,27 @@ def test_another_config_than_the_student_s_is_an_error(made, model):
         amct.distill(model, made[1], "other.json", [images(4)])
 
 
+class Padded(nn.Conv2d):
+    """A convolution that pads in its own forward."""
+
+    def forward(self, x):
+        return super().forward(functional.pad(x, (0, 1, 0, 1)))
+
+
+def test_layers_that_pad_first_are_in_groups_too(tmp_path):
+    torch.manual_seed(4)
+    model = nn.Sequential(
+        Padded(3, 4, 2), nn.ReLU(), Padded(4, 4, 2), nn.BatchNorm2d(4), nn.LeakyReLU(), nn.Conv2d(4, 2, 1)
+    )
+    model.eval()
+    (tmp_path / "a.cfg").write_text("group_size: 3")
+    amct.create_distill_config(tmp_path / "c.json", model, images(2), tmp_path / "a.cfg")
+    assert json.loads((tmp_path / "c.json").read_text())["distill_group"] == [["0", "2", "5"]]
+    student = amct.create_distill_model(tmp_path / "c.json", model, images(2))
+    student = amct.distill(model, student, tmp_path / "c.json", [images(8), images(5, seed=1)])
+    assert difference(student, model) < 0.01
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 

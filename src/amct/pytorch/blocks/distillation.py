@@ -214,8 +214,8 @@ def distill_groups(
 
 
 def _steps(program: RegionProgram, unit: Unit) -> list[Step]:
-    chosen = set(unit.nodes)
-    return [step for step in program.steps if step.layer in chosen or step.node.name in chosen]
+    chosen = set(unit.nodes)  # of a layer whose forward pads first, all that its module does
+    return [step for step in program.steps if chosen & {step.layer, step.module, step.node.name}]
 
 
 class _Runs:
