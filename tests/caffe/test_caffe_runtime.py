@@ -131,7 +131,7 @@ def said(caplog):
 def test_a_net_without_an_onnx_form_stays_in_the_engine(write, caplog, monkeypatch):
     path = write(NET)
     fast, net = randomized(path, keep_blobs=False, runtime="onnxruntime"), randomized(path)
-    monkeypatch.setattr("amct.caffe.onnx.graph.form_of", lambda _: None)
+    monkeypatch.setattr("amct.caffe.onnx.graph.onnx_form_of", lambda _: None)
     with caplog.at_level(logging.WARNING, "amct"):
         for seed in (1, 2, 3):
             check_equal(fast, net, images(seed))
@@ -248,7 +248,7 @@ def test_a_net_that_changes_all_the_time_stays_in_the_engine_in_the_end(write):
 
 
 def test_a_net_without_an_onnx_form_stays_in_the_engine_silently(write, caplog, monkeypatch):
-    monkeypatch.setattr("amct.caffe.onnx.graph.form_of", lambda _: None)
+    monkeypatch.setattr("amct.caffe.onnx.graph.onnx_form_of", lambda _: None)
     net = randomized(write(NET), keep_blobs=False)
     with caplog.at_level(logging.WARNING, "amct"):
         net.forward(data=images())
