@@ -316,12 +316,12 @@ class QatModel(nn.Module):
     ) -> Recipe:
         """Propose how to train: optimizer, rates, schedule and epochs as plain objects of torch, and a loss.
 
-        Adam moves a parameter by about its rate in each step. Rates are 1/64 of a step of the grid of the layer: of a
-        weight, of a clip; of a scale or the gamma of a batch norm what moves the largest weight by that much. A few
-        steps on the first batch are tried on a copy, and all rates halved while they make its loss larger. The schedule
-        is a cosine down to 0 over about 300 steps, 100 where all layers have 8 bits, but whole epochs. From here on the
-        model trains without dropout, and its batch norms keep their statistics, unless ``prepare_qat`` was told
-        otherwise.
+        Adam moves a parameter by about its rate in each step. Rates begin at 1/64 of a step of the grid of the layer:
+        of a weight, of a clip; of a scale or the gamma of a batch norm what moves the largest weight by that much. All
+        are halved while that gets further in a few steps on the first batch, on a copy, and then once more. The
+        schedule is a cosine down to 0 over about 300 steps, 100 where all layers have 8 bits, but whole epochs. From
+        here on the model trains without dropout, and its batch norms keep their statistics, unless ``prepare_qat`` was
+        told otherwise.
 
         Args:
             data: The training data, of which the first batch and the length are looked at, or one batch, as a tensor or

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from amct.errors import ArgumentError, TrainingError
+from amct.export.check.batch import batch_size
 from amct.numerics.training.losses import as_strong, balanced, class_rows, teacher_distance
 from amct.printable import counted
 from amct.pytorch.inputs import tensors_in, torch_batches
@@ -39,8 +41,7 @@ SHARE = 1 / 64
 """Of a step of the grid: how far a parameter moves in one step of the optimizer, at the beginning."""
 FEW_BITS = 8
 _STEPS_FEW_BITS, _STEPS = 300, 100
-_TRIALS, _TRIED_STEPS = 6, 4
-_SLACK, _ROUNDING = 1.1, 1e-6
+_TRIALS, _TRIED_STEPS = 7, 8
 _SMALL_CHANGE = 0.01
 _SURE = 3
 """Standard errors."""
@@ -159,12 +160,13 @@ def propose(
     wanted = _STEPS_FEW_BITS if _has_few_bits(model) else _STEPS
     per_epoch = steps_per_epoch or (None if single else batches.length) or wanted
     epochs = epochs or max(1, round(wanted / per_epoch))
-    notes = [f"  a rate is {SHARE * pace:.3g} of a step of the grid of its layer"]
+    notes = []
     if single and steps_per_epoch is None:
         notes.append(f"  {counted(wanted, 'step')} are enough; a DataLoader or steps_per_epoch tells the epochs")
     notes += [_settle_norms(model), _without_dropout(model)]
     original, arguments = next(batches.with_originals())
     tried, note = _tried(model, arguments, _labels_of(original, arguments), pace)
+    notes.append(f"  a rate is 1/{1 / (SHARE * tried):.3g} of a step of the grid of its layer")
     optimizer = _optimizer(model, tried)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * per_epoch)
     return Recipe(model, optimizer, schedule, epochs, per_epoch, tried, (*filter(None, notes), note))
@@ -294,30 +296,69 @@ def _labels_of(original: object, arguments: Arguments) -> Tensor | None:
 
 
 def _tried(model: QatModel, arguments: Arguments, labels: Tensor | None, pace: float) -> tuple[float, str]:
-    """Halve the pace until a few steps on the batch do not make its loss larger; the model is not changed."""
-    args, kwargs = arguments
+    """Half of the pace that gets furthest: steps on one half of the batch, judged by the other; on copies.
+
+    A step of Adam moves all weights of an output together, which errors of rounding do not do: it can do harm long
+    before it is a step of the grid. A run is longer than the trial, and its batches differ, hence the half.
+    """
     if labels is not None:
         labels = labels.to(next(model.parameters()).device)
+    train, test = _halves((arguments, labels))
+    best = None
     for _ in range(_TRIALS):
-        trial = cast("QatModel", copy_in_its_mode(model).train())
-        optimizer = _optimizer(trial, pace)
-        losses: list[float] = []
-        for _ in range(_TRIED_STEPS + 1):
-            with torch.random.fork_rng(), torch.enable_grad():
-                torch.manual_seed(0)  # dropout is the same in each step
-                try:
-                    loss = _loss(trial, kwargs or args, trial(*args, **kwargs), labels, None)
-                except (TrainingError, ArgumentError):
-                    return pace, "  not tried on the batch: without a teacher or labels it has no loss"
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-                optimizer.step()
-            losses.append(loss.item())
-        told = f"  {_TRIED_STEPS} steps on this batch changed its loss from {losses[0]:.4g} to {losses[-1]:.4g}"
-        if losses[-1] <= _SLACK * losses[0] + _ROUNDING:
-            return pace, told
+        try:
+            losses = _losses_of_trial(model, train, test, pace)
+        except (TrainingError, ArgumentError):
+            return pace, "  not tried on the batch: without a teacher or labels it has no loss"
+        if best is not None and not losses[1] < best[1][1]:
+            break
+        best = pace, losses
         pace /= 2
-    return pace, f"{told}, at the smallest pace that was tried"
+    assert best is not None
+    pace, (before, after) = best
+    steps = counted(_TRIED_STEPS, "step")
+    told = f"  {steps} on half of this batch changed the loss of the other half from {before:.4g} to {after:.4g}"
+    return pace / 2, f"{told}; rates are half of those that got furthest"
+
+
+def _halves(batch: tuple[Arguments, Tensor | None]) -> list[tuple[Arguments, Tensor | None]]:
+    """The samples of a batch in two parts; both are all of it if it has one sample."""
+    size = batch_size(batch[0])[0]
+    if size < 2:
+        return [batch, batch]
+
+    def part(which: slice) -> tuple[Arguments, Tensor | None]:
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[which] if tensor.ndim and tensor.shape[0] == size else tensor
+
+        found: tuple[Arguments, Tensor | None] = pytree.tree_map_only(Tensor, cut, batch)
+        return found
+
+    return [part(slice(size // 2)), part(slice(size // 2, None))]
+
+
+def _losses_of_trial(
+    model: QatModel, train: tuple[Arguments, Tensor | None], test: tuple[Arguments, Tensor | None], pace: float
+) -> tuple[float, float]:
+    """The loss of ``test`` before and after some steps on ``train``."""
+    trial = cast("QatModel", copy_in_its_mode(model).train())
+    optimizer = _optimizer(trial, pace)
+
+    def loss_of(batch: tuple[Arguments, Tensor | None]) -> Tensor:
+        (args, kwargs), labels = batch
+        torch.manual_seed(0)  # what is random in a forward is the same in each
+        return _loss(trial, kwargs or args, trial(*args, **kwargs), labels, None)
+
+    with torch.random.fork_rng():
+        with torch.no_grad():
+            before = loss_of(test).item()
+        for _ in range(_TRIED_STEPS):
+            with torch.enable_grad():
+                optimizer.zero_grad()
+                loss_of(train).backward()  # type: ignore[no-untyped-call]  # torch's own
+            optimizer.step()
+        with torch.no_grad():
+            return before, loss_of(test).item()
 
 
 def teacher_outputs(model: QatModel, inputs: object, found: list[Tensor]) -> list[Tensor]:
