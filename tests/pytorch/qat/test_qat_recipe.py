@@ -142,6 +142,24 @@ def test_steps_that_are_too_large_are_found_on_the_batch(made):
     assert "on half of this batch changed the loss of the other half from" in str(recipe)
 
 
+class FixedBatch(nn.Module):
+    """A forward for four samples only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(512, 5)
+
+    def forward(self, x):
+        return self.fc(torch.relu(self.conv(x)).reshape(4, 512))
+
+
+@pytest.mark.parametrize(("make", "count"), [(FixedBatch, 4), (net, 1)])
+def test_a_batch_that_cannot_be_halved_is_tried_whole(make, count):
+    original = make()
+    model = amct.prepare_qat(original, images(count=count), teacher=original)
+    assert "changed the loss of the other half" in str(model.recipe(images(count=count)))
+
+
 def test_epochs_follow_the_length_of_the_data(made):
     loader = [(images(seed), labels(seed)) for seed in range(50)]
     four, eight = made["cnn", 4][0], made["cnn", 8][0]

@@ -303,14 +303,14 @@ def _tried(model: QatModel, arguments: Arguments, labels: Tensor | None, pace: f
     """
     if labels is not None:
         labels = labels.to(next(model.parameters()).device)
-    train, test = _halves((arguments, labels))
-    best = None
+    train, test = _halves(model, (arguments, labels))
+    best: tuple[float, tuple[float, float]] | None = None
     for _ in range(_TRIALS):
         try:
             losses = _losses_of_trial(model, train, test, pace)
         except (TrainingError, ArgumentError):
             return pace, "  not tried on the batch: without a teacher or labels it has no loss"
-        if best is not None and not losses[1] < best[1][1]:
+        if best is not None and losses[1] >= best[1][1] and math.isfinite(best[1][1]):
             break
         best = pace, losses
         pace /= 2
@@ -321,11 +321,9 @@ def _tried(model: QatModel, arguments: Arguments, labels: Tensor | None, pace: f
     return pace / 2, f"{told}; rates are half of those that got furthest"
 
 
-def _halves(batch: tuple[Arguments, Tensor | None]) -> list[tuple[Arguments, Tensor | None]]:
-    """The samples of a batch in two parts; both are all of it if it has one sample."""
+def _halves(model: QatModel, batch: tuple[Arguments, Tensor | None]) -> list[tuple[Arguments, Tensor | None]]:
+    """The samples of a batch in two parts; both are all of it if the model cannot run on a part."""
     size = batch_size(batch[0])[0]
-    if size < 2:
-        return [batch, batch]
 
     def part(which: slice) -> tuple[Arguments, Tensor | None]:
         def cut(tensor: Tensor) -> Tensor:
@@ -334,13 +332,21 @@ def _halves(batch: tuple[Arguments, Tensor | None]) -> list[tuple[Arguments, Ten
         found: tuple[Arguments, Tensor | None] = pytree.tree_map_only(Tensor, cut, batch)
         return found
 
-    return [part(slice(size // 2)), part(slice(size // 2, None))]
+    parts = [part(slice(size // 2)), part(slice(size // 2, None))]
+    trial = copy_in_its_mode(model).train()
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            for (args, kwargs), _ in parts if size > 1 else ():
+                trial(*args, **kwargs)
+    except Exception:  # noqa: BLE001  whatever the user's forward raises on another size
+        return [batch, batch]
+    return parts if size > 1 else [batch, batch]
 
 
 def _losses_of_trial(
     model: QatModel, train: tuple[Arguments, Tensor | None], test: tuple[Arguments, Tensor | None], pace: float
 ) -> tuple[float, float]:
-    """The loss of ``test`` before and after some steps on ``train``."""
+    """The loss of ``test`` before and after some steps on ``train``; infinite where they have spoilt the model."""
     trial = cast("QatModel", copy_in_its_mode(model).train())
     optimizer = _optimizer(trial, pace)
 
@@ -352,13 +358,17 @@ def _losses_of_trial(
     with torch.random.fork_rng():
         with torch.no_grad():
             before = loss_of(test).item()
-        for _ in range(_TRIED_STEPS):
-            with torch.enable_grad():
-                optimizer.zero_grad()
-                loss_of(train).backward()  # type: ignore[no-untyped-call]  # torch's own
-            optimizer.step()
-        with torch.no_grad():
-            return before, loss_of(test).item()
+        try:
+            for _ in range(_TRIED_STEPS):
+                with torch.enable_grad():
+                    optimizer.zero_grad()
+                    loss_of(train).backward()  # type: ignore[no-untyped-call]  # torch's own
+                optimizer.step()
+            with torch.no_grad():
+                after = loss_of(test).item()
+        except TrainingError:  # clips that are not finite any more
+            return before, math.inf
+    return before, after if math.isfinite(after) else math.inf
 
 
 def teacher_outputs(model: QatModel, inputs: object, found: list[Tensor]) -> list[Tensor]:
