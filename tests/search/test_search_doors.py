@@ -165,3 +165,16 @@ def test_twelve_bits_are_a_choice_in_caffe(tmp_path):
     assert {name: each.input.bits for name, each in again.qparams.items()} == dict.fromkeys(found.layers, 12)
     with pytest.raises(ArgumentError, match='"int12" is unknown'):
         quantize_to("onnx", tmp_path, batches(), max_drop=1.0, choices=["float", "int12"])
+
+
+def test_a_caffe_model_with_another_rounding_of_weights_gets_other_weights(tmp_path):
+    """Ranges of inputs stay those of the calibration; the weights are those of a new one with this rounding."""
+    pair = caffe_pair(torch_network(), tmp_path)
+    base, expected = (
+        amct.caffe.quantize(*pair, CALIBRATION, amct.caffe.QuantConfig(weight_rounding=each))
+        for each in ("error_cancelling", "nearest")
+    )
+    made = base.variant(expected.prepared.plan)
+    before, found, wanted = (each.prepared.caffe_model(each.qparams).weights for each in (base, made, expected))
+    assert all(torch.equal(found[name][0], blobs[0]) for name, blobs in wanted.items())
+    assert any(not torch.equal(found[name][0], blobs[0]) for name, blobs in before.items())
