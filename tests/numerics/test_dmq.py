@@ -161,7 +161,7 @@ def test_record_of_the_reference(layer, kind, groups):
 
 
 def test_illegal_maxima_and_factors_stop_with_the_numbers():
-    with pytest.raises(CalibrationError, match=r"1 channels.*not finite: channel 1: max\|x\| nan, max\|w\| 1"):
+    with pytest.raises(CalibrationError, match=r"1 channel .*not finite: channel 1: max\|x\| nan, max\|w\| 1"):
         balance_factors(torch.tensor([1.0, torch.nan]), torch.ones(2))
     with pytest.raises(CalibrationError, match=r"factor outside.*channel 0: max\|x\| 1e\+30"):
         balance_factors(torch.tensor([1e30, 1.0]), torch.ones(2))
