@@ -120,6 +120,9 @@ class Prefixes:
                 changed.update(node.output)
         known = {name for name in self._kept[0] if name not in changed}
         suffix = _nodes_behind(nodes, {value.name for value in model.graph.output} & changed, known)
+        if not suffix:  # nothing that reaches an output is changed
+            yield from self.expected
+            return
         if len(suffix) == len(nodes):
             runner = Runner(model, lean=True)
             yield from (runner.run(batch) for batch in self._batches)
