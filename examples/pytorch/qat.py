@@ -17,12 +17,11 @@ import amct.pytorch as amct
 data = load_digits()
 images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
 labels = torch.tensor(data.target)
-train, test = slice(0, 1400), slice(1400, None)
+test = slice(1400, None)
 
 
 def epoch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Train the float model on every image once."""
-    model.train()
     for batch in torch.randperm(1400).split(50):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
@@ -42,14 +41,13 @@ model = nn.Sequential(
     nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 10),
 )  # fmt: skip
 for _ in range(3):
-    epoch(model, torch.optim.Adam(model.parameters(), lr=0.005))
+    epoch(model.train(), torch.optim.Adam(model.parameters(), lr=0.005))
 print(f"float: {accuracy(model):.1%}")
 
 config = amct.QatConfig(weight_bits=4, activation_bits=4, layers={"0": (8, 8)})
 qat = amct.prepare_qat(model, [images[:200]], config, teacher=model)
 print(f"4 bits before training: {accuracy(qat):.1%}")
 recipe = qat.recipe((images[:50], labels[:50]), steps_per_epoch=28)
-print(recipe)
 recipe.epoch_ended(accuracy(qat))
 for _ in range(recipe.epochs):
     qat.train()
