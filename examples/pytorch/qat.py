@@ -17,7 +17,6 @@ import amct.pytorch as amct
 data = load_digits()
 images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
 labels = torch.tensor(data.target)
-test = slice(1400, None)
 
 
 def epoch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -31,7 +30,7 @@ def epoch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def accuracy(model: nn.Module) -> float:
     """Share of test images recognised."""
     with torch.no_grad():
-        return (model.eval()(images[test]).argmax(1) == labels[test]).float().mean().item()
+        return (model.eval()(images[1400:]).argmax(1) == labels[1400:]).float().mean().item()
 
 
 torch.manual_seed(0)
@@ -44,8 +43,7 @@ for _ in range(3):
     epoch(model.train(), torch.optim.Adam(model.parameters(), lr=0.005))
 print(f"float: {accuracy(model):.1%}")
 
-config = amct.QatConfig(weight_bits=4, activation_bits=4, layers={"0": (8, 8)})
-qat = amct.prepare_qat(model, [images[:200]], config, teacher=model)
+qat = amct.prepare_qat(model, [images[:200]], amct.QatConfig(weight_bits=4, activation_bits=4), teacher=model)
 print(f"4 bits before training: {accuracy(qat):.1%}")
 recipe = qat.recipe((images[:50], labels[:50]), steps_per_epoch=28)
 recipe.epoch_ended(accuracy(qat))
