@@ -20,7 +20,7 @@ import amct.pytorch
 from amct.errors import ExportError
 from amct.export import formats
 from amct.export.check import batch as kept_batches
-from amct.export.check import causes, checking, child
+from amct.export.check import causes, checking, child, repair
 from amct.export.check.batch import KeptBatches
 from amct.export.check.losses import Reference
 from amct.export.formats import ExportedModel, ExportReport
@@ -363,6 +363,7 @@ def test_a_file_that_is_good_enough_is_not_repaired(tmp_path, lines, monkeypatch
     """Float tensors would make it slower, for a noise below that of its 8-bit outputs."""
     quantized = amct.pytorch.quantize(WideSum().eval(), torch.randn(4, 3, 8, 8))
     monkeypatch.setattr(checking, "ENOUGH", 0.0)
+    monkeypatch.setattr(repair, "TINY_WORK", 0.0)  # as if it were large
     quantized.save(tmp_path / "net", formats=("qdq",))
     check = checks_in(tmp_path)["qdq"]
     assert check.sqnr > 0
@@ -380,9 +381,11 @@ def test_a_loss_that_a_few_samples_lift_over_the_bound_is_no_reason_for_a_repair
         WideSum().eval(), list(samples * torch.tensor([1.0, 0.5, 0.2]).view(3, 1, 1, 1, 1))
     )
     monkeypatch.setattr(checking, "ENOUGH", 0.0)
+    monkeypatch.setattr(repair, "TINY_WORK", 0.0)  # as if it were large
     quantized.save(tmp_path / "net", formats=("qdq",))
     loss = checking.lost(checks_in(tmp_path)["qdq"])
     monkeypatch.undo()
+    monkeypatch.setattr(repair, "TINY_WORK", 0.0)  # as if it were large
     monkeypatch.setattr(checking, "expected_loss", lambda *_: loss - checking.WORSE - above)
     quantized.save(tmp_path / "net", formats=("qdq",))
     assert bool(checks_in(tmp_path)["qdq"].left_float) == is_repaired
