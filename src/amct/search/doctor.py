@@ -203,10 +203,9 @@ class _Patient:
         """Of the output of the simulation, in the worst of several."""
         model = quantized.prepared.with_only(quantized.qparams, quantized.layers)
         size = fixed_batch_size(model.model)
-        expected = _of_size(self._expected, size)
         runner = Runner(model.model)
         found, _ = similarity_over(
-            (exact, runner.run(feeds)) for exact, feeds in zip(expected, _of_size(self._feeds, size), strict=True)
+            (exact, runner.run(feeds)) for feeds, exact in _pairs_of_size(self._feeds, self._expected, size)
         )
         if found is None:
             raise ExportError("no output can be compared")
@@ -434,6 +433,23 @@ def _of_size(feeds: Sequence[Mapping[str, NDArray[Any]]], size: int | None) -> l
     total = sum(each.pop() for each in counts)
     rows = np.minimum(np.arange(-(-total // size) * size), total - 1)
     return [{name: array[rows[i : i + size]] for name, array in joined.items()} for i in range(0, len(rows), size)]
+
+
+def _pairs_of_size(
+    feeds: Sequence[Mapping[str, NDArray[Any]]], outputs: Sequence[Mapping[str, NDArray[Any]]], size: int | None
+) -> list[tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]]:
+    """Inputs with their outputs in batches of a size: both divided alike, or neither."""
+    joined = [
+        {**{f"<{name}": array for name, array in given.items()}, **{f">{name}": array for name, array in made.items()}}
+        for given, made in zip(feeds, outputs, strict=True)
+    ]
+    return [
+        (
+            {name[1:]: each[name] for name in each if name[0] == "<"},
+            {name[1:]: each[name] for name in each if name[0] == ">"},
+        )
+        for each in _of_size(joined, size)
+    ]
 
 
 def _samples(feeds: Sequence[Mapping[str, NDArray[Any]]], name: str) -> int:
