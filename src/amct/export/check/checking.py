@@ -42,7 +42,7 @@ from amct.export.check.losses import (
     say_worse,
     sure_loss,
 )
-from amct.export.check.repair import CHEAP, MOST_COST, Repair
+from amct.export.check.repair import CHEAP, GOOD_COST, MOST_COST, Repair
 from amct.export.check.running import BUDGET, LoadedModel, Speed, outputs_in_parts, speed_apart, speed_of, timed_inputs
 from amct.export.onnx.kept_weights import KeptWeights, read_parts
 from amct.export.onnx.messages import parameter_bytes
@@ -361,7 +361,8 @@ class OnnxCheck:
             return None
         allowed = expected_loss(len(file.report.layers), len(file.report.tensors)) + WORSE
         is_useless = min(lost(measured), sure_loss(*models, measured.output)) > allowed and needs_action(measured)
-        share = CHEAP if measured.sqnr >= ENOUGH else math.inf if is_useless else MOST_COST
+        usual = MOST_COST if needs_action(measured) else GOOD_COST
+        share = CHEAP if measured.sqnr >= ENOUGH else math.inf if is_useless else usual
         boxes = {each.output for each in measured.boxes}
         names = [name for name in self._float_outputs if name not in boxes]
         repair = Repair(self.original, self.export_qdq, batches, names)

@@ -39,6 +39,8 @@ GOAL = 0.5
 """Decibels below the simulation at which a file needs no further repair."""
 MOST_COST = 0.3
 """The largest share of the time saved by integers that a repair may give up."""
+GOOD_COST = 0.2
+"""The same for a file with the verdict Good: it is quantized for its speed."""
 CHEAP = 0.1
 """The same for a file that is nearly as good as 8-bit outputs can be."""
 TINY_WORK = 3e7
