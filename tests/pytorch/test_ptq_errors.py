@@ -443,6 +443,11 @@ def test_a_modified_file_without_nodes_or_with_notes_that_cannot_be_read(calibra
     refuses(ValueError, "it has no nodes", calibrated.save)
 
 
+def test_a_modified_file_whose_input_has_no_type(calibrated):
+    changed(calibrated.onnx, lambda model: model.graph.input[0].type.tensor_type.ClearField("elem_type"))
+    refuses(RuntimeError, "does not say the type of its input", calibrated.save)
+
+
 def test_a_modified_file_whose_large_tensors_are_lost(calibrated):
     model = onnx.load(calibrated.onnx)
     onnx.save_model(model, calibrated.onnx, save_as_external_data=True, location="large.bin", size_threshold=0)

@@ -28,6 +28,7 @@ from amct.errors import FileError, ModelError
 from amct.export.onnx.messages import MODEL_LIMIT_VARIABLE, model_limit
 from amct.memory import gibibytes
 from amct.numerics.observer import is_dense
+from amct.printable import escaped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -205,8 +206,17 @@ Declared = Mapping[str, tuple[Sequence[int], np.dtype[Any]]]
 
 
 def declared_inputs(model: ModelProto) -> Declared:
-    """What an ONNX model says of its inputs."""
+    """What an ONNX model says of its inputs.
+
+    Raises:
+        ModelError: It does not say their type.
+    """
     tensors = {value.name: value.type.tensor_type for value in model.graph.input}
+    known = set(helper.get_all_tensor_dtypes())
+    if unknown := [name for name, tensor in tensors.items() if tensor.elem_type not in known]:
+        raise ModelError(
+            f'the ONNX model does not say the type of its input "{escaped(unknown[0])}": the file is damaged'
+        )
     return {
         name: ([size.dim_value for size in tensor.shape.dim], helper.tensor_dtype_to_np_dtype(tensor.elem_type))
         for name, tensor in tensors.items()
