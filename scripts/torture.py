@@ -439,8 +439,8 @@ class Victim:
             pids.append(start(self.job(other)))
         well = all(map(is_killed_or_well, list(map(wait, pids))))
         state = self.state(before)
-        # A writer that reads its own files again finds what the other one, killed after it, made of them.
-        if not well and not (len(pids) > 1 and state == "noticed"):
+        # A writer that reads its own files again is refused them if the other one was killed while it renamed its own.
+        if not well and (len(pids) == 1 or self._readable()):
             return "broken"
         # A job takes most of the time, so that not every harmless state is followed by one.
         due = state not in ("old", "new") or number % NEXT_RUN_EVERY == 0

@@ -58,6 +58,7 @@ def files(pictures, tmp_path_factory):
     for name, work in (("tiny", np.inf), ("repaired", 0.0)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(repair, "TINY_WORK", work)
+            patch.setattr(checking, "GOOD_COST", repair.MOST_COST)  # as if the verdict were not Good
             quantized.save(folder / name, ["qdq"])
     return folder
 

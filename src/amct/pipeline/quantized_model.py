@@ -259,7 +259,8 @@ class QuantizedModel:
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
         if batch_size is not None:
             self._check_batch_size(batch_size)
-        request = replace(request, calibration=self.calibration, batch_size=batch_size)
+        is_judged = self.certificate is not None
+        request = replace(request, calibration=self.calibration, batch_size=batch_size, is_judged=is_judged)
         if not all_ranks().is_first:
             return []
         compared = None

