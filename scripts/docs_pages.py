@@ -1,7 +1,7 @@
 """Pages of the documentation site that are not in docs/: README, CHANGELOG, and one page per public package.
 
-mkdocs calls ``on_files`` and ``on_page_markdown`` (see mkdocs.yml). The page of a package lists the names of its
-``__all__``; mkdocstrings fills in their docstrings without importing the package.
+mkdocs calls ``on_files`` and ``on_page_markdown`` (see mkdocs.yml). The page of a package lists its public names;
+mkdocstrings fills in their docstrings without importing the package.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ EXAMPLES = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "e
 
 
 def public_names(package: str) -> list[str]:
-    """The names that a package offers: its ``__all__``, or without one its public classes and functions."""
+    """The names that a package offers: those of its stub or ``__all__``, or else its public classes and functions."""
+    stub = _source(package).with_suffix(".pyi")
+    if stub.is_file():
+        lines = ast.parse(stub.read_text(encoding="utf-8")).body
+        names = (name for line in lines if isinstance(line, ast.ImportFrom) for name in line.names)
+        return sorted(name.asname for name in names if name.asname is not None)
     tree = ast.parse(_source(package).read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "__all__" for target in node.targets):
-            return [name for name in ast.literal_eval(node.value) if name != "amct"]  # amct_caffe.amct is itself
+            return list(ast.literal_eval(node.value))
     defined = (node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
     return [node.name for node in defined if not node.name.startswith("_")]
 

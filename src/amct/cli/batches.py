@@ -46,19 +46,9 @@ class DataBatches:
     reads_ahead: bool = True
 
     @classmethod
-    def converted(cls, data: StoredBatches, convert: Callable[[Any], Any]) -> DataBatches:
+    def converted(cls, data: StoredBatches | DataBatches, convert: Callable[[Any], Any]) -> DataBatches:
         """The batches of some data, each converted."""
         return cls(lambda first, step: map(convert, data.part(first, step)), data.__len__, data.identity, data.facts)
-
-    def converted_by(self, convert: Callable[[Any], Any]) -> DataBatches:
-        """The same batches of several arrays by name, each array converted."""
-        start = self.start
-        return replace(
-            self,
-            start=lambda first, step: (
-                {name: convert(array) for name, array in batch.items()} for batch in start(first, step)
-            ),
-        )
 
     def __iter__(self) -> Iterator[Any]:
         return self.start(0, 1)
@@ -94,33 +84,30 @@ def full_batches(batches: Iterable[Any], size: int | None, source: Path, *, firs
         yield batch
 
 
-def onnx_data(model: str, options: DataOptions) -> DataBatches:
-    """Return the batches for a model file.
+def with_fixed_size(options: DataOptions, size: int | None) -> DataOptions:
+    """The options with the fixed batch size of a model, if it has one; a warning tells of another one that is given."""
+    if size is None:
+        return options
+    if options.batch_size not in (1, size):
+        logger.warning(
+            "--batch-size %d is left out: the model takes %s at once", options.batch_size, counted(size, "sample")
+        )
+    return replace(options, batch_size=size)
+
+
+def stored_batches(options: DataOptions, size: int | None = None) -> DataBatches:
+    """The batches of data for the only input of a model; ``size`` is the fixed batch size of the model.
 
     Raises:
-        AmctError: The model or the data cannot be read, or they do not fit together.
+        AmctError: An option is invalid, or the data cannot be read.
     """
-    from amct.export.onnx.messages import fixed_batch_size
-    from amct.onnx_model.reading import input_shape, read_model
-
-    proto = read_model(model).model
-    size = fixed_batch_size(proto)
-    if size is not None:
-        if options.batch_size not in (1, size):
-            logger.warning(
-                "--batch-size %d is left out: the model takes %s at once", options.batch_size, counted(size, "sample")
-            )
-        options = replace(options, batch_size=size)
-    if is_plain(proto):
-        sized = options.fitting(input_shape(proto, proto.graph.input[0].name) or ())
-        stored = sized.stored()
-        return DataBatches(
-            lambda first, step: full_batches(stored.part(first, step), size, sized.data, first=first),
-            lambda: len(stored) if size is None else stored.samples // size,
-            stored.identity,
-            stored.facts,
-        )
-    return named_batches([value.name for value in proto.graph.input], options, size)
+    stored = with_fixed_size(options, size).stored()
+    return DataBatches(
+        lambda first, step: full_batches(stored.part(first, step), size, options.data, first=first),
+        lambda: len(stored) if size is None else stored.samples // size,
+        stored.identity,
+        stored.facts,
+    )
 
 
 def named_batches(names: Sequence[str], options: DataOptions, size: int | None = None) -> DataBatches:
@@ -138,6 +125,7 @@ def named_batches(names: Sequence[str], options: DataOptions, size: int | None =
     from amct.data.samples import file_fingerprint
 
     arrays, _ = named_arrays(names, options)
+    options = with_fixed_size(options, size)
     slices = partial(_slices, arrays, options.batch_size)
     samples = len(next(iter(arrays.values())))
     count = -(-samples // options.batch_size) if size is None else samples // size

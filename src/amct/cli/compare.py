@@ -234,7 +234,8 @@ def _run_caffe(pair: ModelPair, request: Request) -> _Found:
 
 
 def _run_onnx(pair: ModelPair, request: Request) -> _Found:
-    from amct.cli.batches import is_plain, onnx_data
+    from amct.cli.batches import is_plain
+    from amct.export.onnx.messages import fixed_batch_size
     from amct.onnx_model.reading import input_shape, read_model
 
     (float_model,) = pair.float_model
@@ -243,7 +244,8 @@ def _run_onnx(pair: ModelPair, request: Request) -> _Found:
         request = request.fitting(input_shape(proto, proto.graph.input[0].name) or (), pair)
         return _run_onnx_files(float_model, pair, request, request.batches(_fixed_batch_size(pair.quantized_model[0])))
     request.refuse_labels()
-    return _run_onnx_files(float_model, pair, request, onnx_data(float_model, request.data))
+    names = [value.name for value in proto.graph.input]
+    return _run_onnx_files(float_model, pair, request, named_batches(names, request.data, fixed_batch_size(proto)))
 
 
 def _run_torch(pair: ModelPair, request: Request) -> _Found:

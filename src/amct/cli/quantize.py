@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from amct.cli.batches import DataBatches, named_batches
-from amct.cli.front_door import torch_data
+from amct.cli.front_door import front_door
 from amct.cli.model_layers import ONNX_ENDING, check_reference
 from amct.cli.model_pair import check_file
 from amct.cli.options import MODEL_HELP, DataOptions, JsonOption, Learning, takes_data, takes_learning
@@ -26,7 +25,7 @@ from amct.printable import counted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from amct.data import StoredBatches
+    from amct.cli.front_door import FrontDoor
     from amct.export.request import SavePath
     from amct.model.quant_json import QuantJson
     from amct.model.verdict import Level
@@ -138,9 +137,9 @@ def quantize(  # noqa: PLR0913  the options of a command
                     model, weights, data, config, goal, where, save, resume=resume, equalize=equalize, part=part
                 )
             else:
-                quantized, batches = _quantized(
-                    model, weights, data, config, files, state, equalize=equalize, part=part, **learning.arguments()
-                )
+                learned = learning.arguments() if _is_torch(model, weights) else {}
+                door = front_door(model, weights, data, part=part)
+                quantized, batches = _quantized(door, config, files, state, equalize=equalize, **learned)
             ranks = ranks_here()
         if prints:
             result = _result(quantized, batches, files)
@@ -263,7 +262,7 @@ class _Files:
         Raises:
             ArgumentError: It has others.
         """
-        if self.formats is not None and "qdq" not in self._names():
+        if not declared or (self.formats is not None and "qdq" not in self._names()):
             return
         first: Any = next(iter(batches), {})
         arrays = first if isinstance(first, dict) else dict.fromkeys(declared, first)
@@ -310,48 +309,19 @@ class _Files:
 
 
 def _quantized(
-    model: str,
-    weights: Path | None,
-    data: DataOptions,
+    door: FrontDoor,
     config: Path | None,
     files: _Files | None = None,
     state: CalibrationFile | None = None,
-    *,
-    equalize: bool = False,
-    **options: Any,  # noqa: ANN401  options of PyTorch models
+    **options: Any,  # noqa: ANN401  those of the door's quantize
 ) -> tuple[QuantizedModel, FirstBatches]:
     """Quantize a model; return it with its calibration batches."""
     from amct.pipeline.batches import FirstBatches
 
-    if weights is not None:
-        import amct.caffe
-        from amct.caffe.prototxt import input_shapes
-
-        inputs = input_shapes(model)
-        if len(inputs) > 1:
-            found: DataBatches | StoredBatches = named_batches(list(inputs), data)
-        else:
-            data = data.fitting(next(iter(inputs.values()), ()), "bgr")
-            found = data.stored()
-        if files is not None:
-            files.check_sizes(data, found, inputs)
-        batches = FirstBatches(found)
-        return amct.caffe.quantize(model, weights, batches, config=config, resume=state, equalize=equalize), batches
-    if model.endswith(ONNX_ENDING):
-        import amct.onnx_model
-        from amct.cli.batches import onnx_data
-
-        batches = FirstBatches(onnx_data(model, data))
-        quantized = amct.onnx_model.quantize(model, batches, config=config, resume=state, equalize=equalize)
-        return quantized, batches
-
-    import amct.pytorch
-    from amct.cli.model_layers import load_reference
-
-    network = load_reference(model)
-    batches = FirstBatches(torch_data(network, data))
-    quantized = amct.pytorch.quantize(network, batches, config, resume=state, equalize=equalize, **options)
-    return quantized, batches
+    batches = FirstBatches(door.batches())
+    if files is not None:
+        files.check_sizes(door.data, batches, door.shapes)
+    return door.quantize(batches, config=config, resume=state, **options), batches
 
 
 def _result(quantized: QuantizedModel, data: FirstBatches, files: _Files) -> dict[str, Any]:
@@ -481,7 +451,7 @@ def sensitivity(
             check_file(str(config))
         data.check()
         own.refuse_unless_caffe(weights is not None)
-        found = _quantized(model, weights, data, config)[0].sensitivity()
+        found = _quantized(front_door(model, weights, data), config)[0].sensitivity()
     rows = [asdict(each) for each in found]
     if as_json:
         show_json(rows)

@@ -1,0 +1,13 @@
+from amct.caffe.comparing import compare as compare
+from amct.caffe.door import diagnose as diagnose
+from amct.caffe.door import quantize as quantize
+from amct.caffe.door import quantize_to as quantize_to
+from amct.caffe.onnx.graph import export_onnx as export_onnx
+from amct.caffe.ptq.equalization import equalize_model as equalize_model
+from amct.caffe.qat.door import CaffeRetraining as CaffeRetraining
+from amct.caffe.qat.door import prepare_qat as prepare_qat
+from amct.caffe.reporting import report as report
+from amct.config.python_config import QuantConfig as QuantConfig
+from amct.config.simple_config import LayerConfig as LayerConfig
+from amct.pipeline.quantized_model import QuantizedModel as QuantizedModel
+from amct.record import CaffeRecord as CaffeRecord

@@ -1,0 +1,12 @@
+from amct.config.python_config import QuantConfig as QuantConfig
+from amct.config.simple_config import LayerConfig as LayerConfig
+from amct.numerics.settings import ArqSettings as ArqSettings
+from amct.numerics.settings import HfmgSettings as HfmgSettings
+from amct.numerics.settings import IfmrSettings as IfmrSettings
+from amct.onnx_model.comparing import compare as compare
+from amct.onnx_model.comparing import measure as measure
+from amct.onnx_model.door import diagnose as diagnose
+from amct.onnx_model.door import quantize as quantize
+from amct.onnx_model.door import quantize_to as quantize_to
+from amct.pipeline.quantized_model import QuantizedModel as QuantizedModel
+from amct.record import Record as Record
