@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from amct.errors import ArgumentError
 from amct.numerics.affine import integer_range, quantize
 from amct.numerics.counts.histogram import Bins
+from amct.numerics.qparams import QParams
 from amct.report.activations import InputStatistics, bars
 from amct.report.content import LARGEST_BARS, Histogram, WeightRanges
 
@@ -45,7 +46,7 @@ def test_joined_ranges_are_few_and_lose_no_extreme(values, limit):
 def test_clipped_and_saturated_follow_the_integers(values, offset):
     scale, bits = 0.1, 8
     x = torch.tensor(values)
-    statistics = InputStatistics(float(np.float32(scale)), offset, bits)
+    statistics = InputStatistics(QParams.of(float(np.float32(scale)), offset, bits))
     for piece in x.split(7):
         statistics.add(piece)
     found = statistics.result()
@@ -60,7 +61,7 @@ def test_clipped_and_saturated_follow_the_integers(values, offset):
 
 
 def test_zeros_after_a_relu_are_no_saturation():
-    statistics = InputStatistics(0.1, -128, 8)
+    statistics = InputStatistics(QParams.of(0.1, -128))
     statistics.add(torch.tensor([0.0] * 9 + [30.0]))
     found = statistics.result()
     assert (found.clipped, found.saturated) == (0.1, 0.1)
@@ -69,7 +70,7 @@ def test_zeros_after_a_relu_are_no_saturation():
 
 def test_bars_count_like_numpy_up_to_the_width_of_a_bin():
     x = torch.randn(20_000, generator=torch.Generator().manual_seed(1))
-    statistics = InputStatistics(6 / 255, 0, 8)
+    statistics = InputStatistics(QParams.of(6 / 255))
     for piece in x.split(3000):
         statistics.add(piece)
     found = statistics.result().histogram
@@ -80,7 +81,7 @@ def test_bars_count_like_numpy_up_to_the_width_of_a_bin():
 
 
 def test_a_far_outlier_does_not_squeeze_the_picture():
-    statistics = InputStatistics(0.1, 0, 8)
+    statistics = InputStatistics(QParams.of(0.1))
     statistics.add(torch.tensor([*np.linspace(-5, 5, 100), 1e30], dtype=torch.float32))
     found = statistics.result()
     assert found.histogram.above == 1
@@ -90,7 +91,7 @@ def test_a_far_outlier_does_not_squeeze_the_picture():
 
 
 def test_values_that_are_not_finite_are_left_out_and_nothing_is_none():
-    statistics = InputStatistics(0.1, 0, 8)
+    statistics = InputStatistics(QParams.of(0.1))
     statistics.add(torch.tensor([float("nan"), float("inf")]))
     assert statistics.result() is None
     statistics.add(torch.tensor([1.0, float("-inf")], dtype=torch.float16))

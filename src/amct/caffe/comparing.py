@@ -23,12 +23,13 @@ from amct.caffe.engine.net import Net
 from amct.caffe.model import caffe_batches, equal_draws, read_model, read_test_net, run_net, sample_count
 from amct.errors import ArgumentTypeError, ModelError
 from amct.model.quant_json import file_beside, notes_beside
+from amct.numerics.qparams import QParams
 from amct.pipeline.compare import measure
 from amct.pipeline.door import ModelOutput
 from amct.pipeline.quantized_model import QuantizedModel
 from amct.printable import counted
 from amct.record import DataFactors
-from amct.report.filling import QuantizedInput, input_key
+from amct.report.filling import input_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -133,10 +134,10 @@ class WatchedInput:
     blob: str
     factors: DataFactors
 
-    def grid(self) -> QuantizedInput:
+    def grid(self) -> QParams:
         """The quantization grid of the input."""
         assert self.factors.scale is not None
-        return QuantizedInput(bits=self.factors.bits, scale=self.factors.scale, offset=self.factors.offset or 0)
+        return QParams.of(self.factors.scale, self.factors.offset or 0, self.factors.bits)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -243,14 +243,8 @@ class QuantDialect(Dialect):
             check_block(block.weight, self.name_keys[1], problems)
             for key, message in self.illegal(block):
                 problems.add(message, block.position(key))
-        for layer_type, choice in blocks.by_type.items():
-            if layer_type in self.types:
-                average = any(layer.average_pooling for layer in layers if layer.type == layer_type)
-                self.check_override(choice, LayerInfo(name="", type=layer_type, average_pooling=average), problems)
-        for name, choice in blocks.by_layer.items():
-            found = layers.find(name)
-            if found is not None and found.type in self.types:
-                self.check_override(choice, found, problems)
+        for choice, layer in blocks.overridden(layers, self.types):
+            self.check_override(choice, layer, problems)
         self.check_free_names(layers.quantizable(self.types), problems)
 
     def check_override(self, choice: Choice, layer: LayerInfo, problems: ProblemList) -> None:

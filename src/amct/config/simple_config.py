@@ -13,12 +13,13 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from amct.config.checks import shorten
+from amct.config.layers import LayerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from amct.config.checks import ProblemList
-    from amct.config.layers import LayerInfo, LayerList
+    from amct.config.layers import LayerList
     from amct.errors import Position, Problem
     from amct.numerics.settings import (
         ActivationSettings,
@@ -219,6 +220,17 @@ class Blocks:
         """The block of the layer, else of its type, else the common one, else none."""
         return self.by_layer.get(layer.name) or self.by_type.get(layer.type) or self.common
 
+    def overridden(self, layers: LayerList, types: Collection[str]) -> Iterator[tuple[Choice, LayerInfo]]:
+        """Each override of a type or layer that can be overridden, with the layer; a type is one without a name."""
+        for layer_type, choice in self.by_type.items():
+            if layer_type in types:
+                average = any(layer.average_pooling for layer in layers if layer.type == layer_type)
+                yield choice, LayerInfo(name="", type=layer_type, average_pooling=average)
+        for name, choice in self.by_layer.items():
+            layer = layers.find(name)
+            if layer is not None and layer.type in types:
+                yield choice, layer
+
     def overrides(self) -> Iterator[Choice]:
         """Every override, types first."""
         yield from self.by_type.values()
@@ -381,6 +393,12 @@ class SimpleConfig:
             [name for key in keys for name in self.names.get(key, ())] for keys in zip(*lists, strict=True)
         )
         return SkipList(layers, types)
+
+    def expanded(self, fields: Mapping[str, Any], layers: tuple[LayerBlock, ...], problems: ProblemList) -> FullConfig:
+        """The full config that it makes with these global fields and layers."""
+        return FullConfig(
+            source=self.source, fields=fields, layers=layers, origins=self.origins, warnings=problems.warnings
+        )
 
     def check_skips(
         self, kind: str, layers: LayerList, types: Collection[str], problems: ProblemList, *, verb: str = "quantized"

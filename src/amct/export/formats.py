@@ -35,11 +35,11 @@ from amct.atomic import FileGroup
 from amct.errors import ArgumentError, ExportError, did_you_mean
 from amct.export.onnx.kept_weights import (
     KeptWeights,
-    copy_fields,
     initializer_bytes,
     model_parts,
     tensor_array,
     with_values,
+    without_initializers,
 )
 from amct.export.request import FLOAT, RECORD, ExportOptions
 
@@ -338,7 +338,8 @@ def add_exported(group: FileGroup, where: SavePath, name: str, exported: Exporte
 
 
 def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str, threshold: int) -> list[Path]:
-    rest = _bare_size(model) + sum(initializer_bytes(tensor) for tensor in model.graph.initializer)
+    bare = without_initializers(model).ByteSize()
+    rest = bare + sum(initializer_bytes(tensor) for tensor in model.graph.initializer)
     moved: dict[int, str] = {}
     sizes = enumerate(model.graph.initializer) if rest >= threshold else ()
     for size, index in sorted(((_data_size(tensor), index) for index, tensor in sizes), reverse=True):
@@ -364,9 +365,7 @@ def _with_external(model: ModelProto, moved: Mapping[int, str]) -> ModelProto:
     """The model with some tensors replaced by references to files; the model itself if there are none."""
     if not moved:
         return model
-    slim = ModelProto()
-    copy_fields(model, slim, skip={"graph"})
-    copy_fields(model.graph, slim.graph, skip={"initializer"})
+    slim = without_initializers(model)
     for index, tensor in enumerate(model.graph.initializer):
         kept = slim.graph.initializer.add()
         if index not in moved:
@@ -378,14 +377,6 @@ def _with_external(model: ModelProto, moved: Mapping[int, str]) -> ModelProto:
         for key, value in (("location", moved[index]), ("offset", "0"), ("length", str(_data_size(tensor)))):
             kept.external_data.add(key=key, value=value)
     return slim
-
-
-def _bare_size(model: ModelProto) -> int:
-    """Serialized size of everything but the initializers, without serializing those."""
-    bare = ModelProto()
-    copy_fields(model, bare, skip={"graph"})
-    copy_fields(model.graph, bare.graph, skip={"initializer"})
-    return bare.ByteSize()
 
 
 def _data_size(tensor: TensorProto) -> int:

@@ -14,8 +14,7 @@ from amct.errors import ArgumentError, ArgumentTypeError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from amct.model.calibration_data import CalibrationData
-    from amct.model.quant_json import RelatedFile
+    from amct.model.quant_json import CalibrationData, RelatedFile
 
 RECORD = "record"
 """The name under which ``save`` accepts the factors among the formats."""

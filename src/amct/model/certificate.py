@@ -9,13 +9,11 @@ from collections.abc import Mapping  # noqa: TC003  pydantic reads the annotatio
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ConfigDict
-
-_CLOSED = ConfigDict(extra="forbid", strict=True)
+from amct.model.verdict import Closed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificate:
+class Certificate(Closed):
     """What is promised of a quantized model, measured on samples that its search has never used.
 
     Attributes:
@@ -37,7 +35,6 @@ class Certificate:
         losses: The loss of each sample in order, equal ones behind each other as one number with a count.
     """
 
-    __pydantic_config__ = _CLOSED
     goal: str
     limit: float
     loss: float
@@ -81,7 +78,7 @@ class Certificate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class Point(Closed):
     """A result that a search has tried: a point of the curve of accuracy against size.
 
     Attributes:
@@ -99,7 +96,6 @@ class Point:
         config: A full config that gives the same settings.
     """
 
-    __pydantic_config__ = _CLOSED
     number: int
     choices: Mapping[str, str]
     cost: float

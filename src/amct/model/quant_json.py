@@ -63,11 +63,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from amct.atomic import is_file, modify, read_bytes
 from amct.errors import FileError, ParseError
-from amct.model.calibration_data import CalibrationData  # noqa: TC001  pydantic reads the annotations
 from amct.model.certificate import (
     Certificate,  # noqa: TC001  pydantic reads the annotations
     Point,  # noqa: TC001  pydantic reads the annotations
@@ -76,8 +75,9 @@ from amct.model.kinds import (
     LayerKind,  # noqa: TC001  pydantic reads the annotations
     Skip,  # noqa: TC001  pydantic reads the annotations
 )
-from amct.model.verdict import Level, Verdict, worst_of
+from amct.model.verdict import Closed, Level, Verdict, worst_of
 from amct.numerics.similarity import BoxComparison  # noqa: TC001  pydantic reads the annotations
+from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -89,14 +89,12 @@ logger = logging.getLogger(__name__)
 VERSION: Final = 2
 QUANT_JSON = "quant.json"
 _MODEL_NAME = re.compile(r"(?P<prefix>.*?)(?:fake_quant|[^_]+)_model\.(?:onnx|prototxt)")
-_CLOSED = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerInFile:
+class LayerInFile(Closed):
     """A layer in one format: the node that computes it, and the nodes that were added for it."""
 
-    __pydantic_config__ = _CLOSED
     node: str
     operator: str
     weight_bits: int | None = None
@@ -104,10 +102,9 @@ class LayerInFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerEntry:
+class LayerEntry(Closed):
     """One layer; the fields are described above."""
 
-    __pydantic_config__ = _CLOSED
     type: str
     kind: LayerKind | None = None
     quantized: bool
@@ -119,7 +116,7 @@ class LayerEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileCheck:
+class FileCheck(Closed):
     """What was measured when a written file was run and compared with the float model.
 
     Attributes:
@@ -138,7 +135,6 @@ class FileCheck:
         not_checked: Why the file was not run or not compared.
     """
 
-    __pydantic_config__ = _CLOSED
     batch: str = ""
     output: str = ""
     cosine: float | None = None
@@ -177,10 +173,9 @@ class FileCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileEntry:
+class FileEntry(Closed):
     """One written file; ``sha256`` and ``size`` are filled in by ``write_quant_json``."""
 
-    __pydantic_config__ = _CLOSED
     format: str
     sha256: str = ""
     size: int = 0
@@ -192,17 +187,40 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricValues:
+class CalibrationData(Closed):
+    """The data that a calibration used, in the words of the log and of commands.
+
+    Attributes:
+        used: How many pictures, samples or batches were used.
+        of: How many there are; None: not known.
+        unit: What is counted: "pictures", "samples" or "batches".
+        preparation: What was done to each picture; empty where that is not known, or nothing.
+    """
+
+    used: int
+    of: int | None = None
+    unit: str = "batches"
+    preparation: str = ""
+
+    def __str__(self) -> str:
+        """``50 of 200 pictures``."""
+        one = "batch" if self.unit == "batches" else self.unit.removesuffix("s")
+        if self.of is not None:
+            return f"{self.used} of {counted(self.of, one)}"
+        return counted(self.used, one)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricValues(Closed):
     """A metric of the float and of the quantized model."""
 
-    __pydantic_config__ = _CLOSED
     name: str
     float_model: float
     quantized: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Measurement(Closed):
     """The quantized model compared with the float model, for ``amct report --compare``.
 
     Attributes:
@@ -214,7 +232,6 @@ class Measurement:
         metric: The metric, if one was given.
     """
 
-    __pydantic_config__ = _CLOSED
     of: str
     on: str
     layers: Mapping[str, float | None]
@@ -224,19 +241,17 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelatedFile:
+class RelatedFile(Closed):
     """A file that is not part of the save: the record that was read, or the report on the saved files."""
 
-    __pydantic_config__ = _CLOSED
     path: str
     sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantJson:
+class QuantJson(Closed):
     """The content of the file; the fields are described above."""
 
-    __pydantic_config__ = _CLOSED
     version: Literal[2]
     model: str
     layers: Mapping[str, LayerEntry]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,8 +40,14 @@ RULE = (
 )
 
 
+class Closed:
+    """Base of what ``quant.json`` holds: values of other types and unknown fields are refused when it is read."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}  # read with pydantic, not needed before
+
+
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(Closed):
     """The judgement of a quantized model.
 
     Attributes:
@@ -50,7 +56,6 @@ class Verdict:
         of: What was judged: the name of a file, or the simulation; empty where the context says it.
     """
 
-    __pydantic_config__ = {"extra": "forbid", "strict": True}  # noqa: RUF012  read by quant_json, which needs pydantic
     level: Level
     reasons: tuple[str, ...] = ()
     of: str = ""

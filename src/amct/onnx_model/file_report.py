@@ -18,6 +18,7 @@ from amct.errors import ModelError
 from amct.export.formats import rescaled_layers
 from amct.export.onnx.graph import OnnxGraph
 from amct.model.quant_json import QuantJson, file_beside, notes_beside
+from amct.numerics.qparams import QParams
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.comparing import Pair
 from amct.onnx_model.folding import fold
@@ -25,7 +26,7 @@ from amct.onnx_model.layers import find_all_layers, float_weights, reads_rescale
 from amct.onnx_model.reading import read_model
 from amct.pipeline.compare import measure
 from amct.record import Record, read_record
-from amct.report.filling import QuantizedInput, ReportLayer, ReportSubject, folded_notes, report_content
+from amct.report.filling import ReportLayer, ReportSubject, folded_notes, report_content
 from amct.report.measuring import MeasuredReport
 from amct.report.network import onnx_network
 
@@ -52,7 +53,7 @@ class _Layer:
     """A quantized layer: its form in the float model, and the grid of its input."""
 
     found: FoundLayer
-    grid: QuantizedInput
+    grid: QParams
     weights: tuple[FloatWeight, ...]
     weight_bits: int | None
 
@@ -172,7 +173,7 @@ def _balanced_weights(layer: OnnxLayer, record: Record) -> tuple[FloatWeight, ..
     return tuple(replace(each, balance=None if number else balance) for number, each in enumerate(float_weights(layer)))
 
 
-def _grid_of_nodes(graph: OnnxGraph, reader: NodeProto) -> QuantizedInput | None:
+def _grid_of_nodes(graph: OnnxGraph, reader: NodeProto) -> QParams | None:
     """The grid of a node's input in a QDQ file, with a signed offset; None if the input is balanced."""
     dequantize = graph.producer(reader.input[0])
     if dequantize is None or dequantize.op_type != "DequantizeLinear" or len(dequantize.input) < 3:
@@ -186,17 +187,17 @@ def _grid_of_nodes(graph: OnnxGraph, reader: NodeProto) -> QuantizedInput | None
         return None
     bits = 8 * zero.dtype.itemsize
     shift = 1 << (bits - 1) if np.issubdtype(zero.dtype, np.unsignedinteger) else 0
-    return QuantizedInput(bits=bits, scale=float(scale.reshape(-1)[0]), offset=int(zero.reshape(-1)[0]) - shift)
+    return QParams.of(float(scale.reshape(-1)[0]), int(zero.reshape(-1)[0]) - shift, bits)
 
 
-def _grid_of_record(record: Record, name: str) -> QuantizedInput | None:
+def _grid_of_record(record: Record, name: str) -> QParams | None:
     if name not in record.layers:
         return None
     entry = record[name]
     if entry.scale_d is None or entry.offset_d is None:
         return None
     bits = int(entry.activation_type.removeprefix("INT"))
-    return QuantizedInput(bits=bits, scale=entry.scale_d, offset=entry.offset_d)
+    return QParams.of(entry.scale_d, entry.offset_d, bits)
 
 
 def _stored_bits(bits: int) -> int:

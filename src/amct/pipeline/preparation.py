@@ -29,7 +29,7 @@ from amct.pipeline.door import LayerFreedom
 from amct.pipeline.weights import corrected_bias, mean_loss, quantize_weights, suited_to_bias, with_bits
 from amct.record import Record
 from amct.record.conversion import layer_record
-from amct.report.filling import QuantizedInput, ReportLayer, folded_notes
+from amct.report.filling import ReportLayer, folded_notes
 from amct.report.network import onnx_network
 
 if TYPE_CHECKING:
@@ -374,7 +374,7 @@ def _report_layer(plan: LayerPlan, data: QParams, weights: QuantizedWeights) -> 
     return ReportLayer(
         name=plan.name,
         type=plan.type,
-        inputs=(QuantizedInput(bits=data.bits, scale=data.step, offset=data.zero_point),),
+        inputs=(data,),
         weight_bits=weights.bits if weights.weights else None,
         weight_rows=weights.rows(),
         weight_bytes=weights.stored_bytes(),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.numerics.counts.histogram import Bins
+    from amct.numerics.qparams import QParams
 
 _MANTISSA_BITS = 7
 """With this resolution a bin is at most half a bar wide, and a layer needs about 100 kB."""
@@ -25,19 +26,14 @@ _SHOWN_BEYOND = 1.0
 
 
 class InputStatistics:
-    """Statistics of one layer input: range, histogram, and the fractions of clipped and saturated values.
+    """Statistics of one layer input: range, histogram, and the fractions of clipped and saturated values."""
 
-    Args:
-        scale: The scale of the input.
-        offset: Its offset.
-        bits: The number of bits of its integers.
-    """
-
-    def __init__(self, scale: float, offset: int, bits: int) -> None:
-        lowest, highest = integer_range(bits)
-        self._scale = scale
-        self._inverse = float(torch.tensor(scale, dtype=torch.float32).reciprocal())  # as fake_quantize computes it
-        self._first, self._last = lowest - offset, highest - offset  # in multiples of the scale
+    def __init__(self, qparams: QParams) -> None:
+        lowest, highest = integer_range(qparams.bits)
+        self._scale = qparams.step
+        self._inverse = float(qparams.scale.reciprocal())  # as fake_quantize computes it
+        # In multiples of the scale.
+        self._first, self._last = lowest - qparams.zero_point, highest - qparams.zero_point
         self._histogram = FloatHistogram(1, _MANTISSA_BITS)
         self._count = self._clipped = self._saturated = 0
         self._minimum, self._maximum = float("inf"), float("-inf")

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from amct.model.certificate import Certificate, Point
     from amct.model.quant_json import FileCheck
     from amct.model.verdict import Verdict
+    from amct.numerics.qparams import QParams
     from amct.numerics.similarity import BoxComparison, LayerComparison
     from amct.report.measuring import Measured
     from amct.report.network import Network
@@ -47,15 +48,6 @@ if TYPE_CHECKING:
 OUTPUTS_SHOWN = 4
 """The worst outputs have figures of their own; the others are counted."""
 _PERCENT_NAMES = ("accuracy", "top1", "top-1", "top5", "top-5", "precision", "recall", "iou", "f1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizedInput:
-    """The quantization parameters of one layer input: ``x`` is quantized to ``round(x / scale) + offset``."""
-
-    bits: int
-    scale: float
-    offset: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,7 +65,7 @@ class ReportLayer:
 
     name: str
     type: str
-    inputs: tuple[QuantizedInput, ...]
+    inputs: tuple[QParams, ...]
     weight_bits: int | None
     weight_rows: Sequence[Tensor] = ()
     weight_bytes: tuple[float, float] = (0, 0)
@@ -84,8 +76,8 @@ class ReportLayer:
         inputs = (
             InputContent(
                 bits=each.bits,
-                scale=each.scale,
-                offset=each.offset,
+                scale=each.step,
+                offset=each.zero_point,
                 activation=measured.inputs.get(input_key(self.name, index)),
             )
             for index, each in enumerate(self.inputs)
@@ -138,7 +130,7 @@ class ReportSubject:
     def statistics(self) -> dict[str, InputStatistics]:
         """Return a new ``InputStatistics`` for each quantized input, by its ``input_key``."""
         return {
-            input_key(layer.name, index): InputStatistics(each.scale, each.offset, each.bits)
+            input_key(layer.name, index): InputStatistics(each)
             for layer in self.layers
             for index, each in enumerate(layer.inputs)
         }

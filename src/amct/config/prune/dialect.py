@@ -179,13 +179,11 @@ class PruneExpander:
         overridden = named(self.blocks.by_layer)
         check_layer_names(overridden, LAYER_OVERRIDES, layers, SELECTIVE_PRUNE_TYPES, problems, verb="pruned")
         check_type_names(named(self.blocks.by_type), TYPE_OVERRIDES, SELECTIVE_PRUNE_TYPES, problems, verb="pruned")
-        for name, choice in self.blocks.by_layer.items():
-            layer = layers.find(name)
-            if layer is not None and layer.type in SELECTIVE_PRUNE_TYPES:
-                _check_override(choice, layer, problems)
-        for layer_type, choice in self.blocks.by_type.items():
-            if layer_type in SELECTIVE_PRUNE_TYPES:
-                _check_override(choice, LayerInfo(name="", type=layer_type), problems)
+        for choice, layer in self.blocks.overridden(layers, SELECTIVE_PRUNE_TYPES):
+            pruner = read_pruner(part(choice, PRUNE_BLOCK))
+            reason = pruner.method.refusal(layer) if pruner is not None else None
+            if reason is not None:
+                problems.add(f"{label(layer)}: {reason}", where(choice, PRUNE_BLOCK))
 
     def _check_skips(self, layers: LayerList) -> None:
         methods = self.methods()
@@ -211,13 +209,6 @@ class PruneExpander:
             what = "not pruned although overridden: a skipped layer stays as it is"
             self.problems.adjust(layer.name, what, skipped.position)
         return _written(pruner, skipped, choice.origin)
-
-
-def _check_override(choice: Choice, layer: LayerInfo, problems: ProblemList) -> None:
-    pruner = read_pruner(part(choice, PRUNE_BLOCK))
-    reason = pruner.method.refusal(layer) if pruner is not None else None
-    if reason is not None:
-        problems.add(f"{label(layer)}: {reason}", where(choice, PRUNE_BLOCK))
 
 
 def _written(pruner: Pruner, skipped: Origin | None, origin: Origin) -> tuple[dict[str, Any], dict[str, Origin]]:
@@ -273,13 +264,8 @@ class CompressionDialect(PyTorchQat):
             _warn_of_prune_only_overrides(simple, problems)
         warn_of_refused(pruner.blocks, layers, problems, verb="pruned")
         fields = self.simple_globals(simple)
-        return FullConfig(
-            source=simple.source,
-            fields=fields if quantizes else {"version": fields["version"]},
-            layers=tuple(expanded),
-            origins=simple.origins,
-            warnings=problems.warnings,
-        )
+        written = fields if quantizes else {"version": fields["version"]}
+        return simple.expanded(written, tuple(expanded), problems)
 
     def compression_plan(self, config: FullConfig, layers: Iterable[LayerInfo]) -> CompressionPlan:
         """Turn an expanded config into the plan for the model it was expanded for."""

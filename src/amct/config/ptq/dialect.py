@@ -153,13 +153,7 @@ class PtqDialect(QuantDialect):
         problems.raise_all()
         expanded = tuple(self._expand_layer(layer, simple, skips, problems) for layer in self._ordered(quantizable))
         warn_of_refused(simple.blocks, layers, problems)
-        return FullConfig(
-            source=simple.source,
-            fields=self.simple_globals(simple),
-            layers=expanded,
-            origins=simple.origins,
-            warnings=problems.warnings,
-        )
+        return simple.expanded(self.simple_globals(simple), expanded, problems)
 
     def _ordered(self, layers: Iterable[_LayerT]) -> tuple[_LayerT, ...]:
         return tuple(sorted(layers, key=lambda layer: layer.name) if self.sorted_by_name else layers)

@@ -169,13 +169,7 @@ class QatDialect(QuantDialect):
         problems.raise_all()
         expanded = tuple(expander.expand(layer) for layer in quantizable)
         warn_of_refused(expander.blocks, layers, problems)
-        return FullConfig(
-            source=simple.source,
-            fields=self.simple_globals(simple),
-            layers=expanded,
-            origins=simple.origins,
-            warnings=problems.warnings,
-        )
+        return simple.expanded(self.simple_globals(simple), expanded, problems)
 
     def check_skips(self, simple: SimpleConfig, layers: LayerList, problems: ProblemList) -> None:
         """Report names in the skip lists that are unknown or cannot be quantized."""

@@ -30,7 +30,7 @@ from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 from amct.errors import ExportError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -243,38 +243,38 @@ def copy_fields(source: Message, target: Message, skip: Collection[str]) -> None
 LARGEST_CONSTANT = 4096  # values; larger constants are weights, not shapes or indices
 
 
+def without_initializers(model: ModelProto) -> ModelProto:
+    """A copy of the model that stores no tensor."""
+    bare = ModelProto()
+    copy_fields(model, bare, skip={"graph"})
+    copy_fields(model.graph, bare.graph, skip={"initializer"})
+    return bare
+
+
 def light_copy(model: ModelProto) -> ModelProto:
     """A copy of the model with large initializers replaced by inputs; small ones are kept."""
-    light = ModelProto()
-    copy_fields(model, light, skip={"graph"})
-    copy_fields(model.graph, light.graph, skip={"initializer"})
+    return _with_inputs(model, is_large)
+
+
+def weights_as_inputs(model: ModelProto) -> ModelProto:
+    """A copy of the model with inputs in place of the weights beside it."""
+    return _with_inputs(model, lambda tensor: kept_values(tensor) is not None)
+
+
+def _with_inputs(model: ModelProto, is_replaced: Callable[[TensorProto], bool]) -> ModelProto:
+    light = without_initializers(model)
     declared = {value.name for value in light.graph.input}
     for tensor in model.graph.initializer:
-        if not is_large(tensor):
+        if not is_replaced(tensor):
             light.graph.initializer.append(whole_tensor(tensor))
         elif tensor.name not in declared:
             light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
     return light
 
 
-def weights_as_inputs(model: ModelProto) -> ModelProto:
-    """A copy of the model with inputs in place of the weights beside it."""
-    light = ModelProto()
-    copy_fields(model, light, skip={"graph"})
-    copy_fields(model.graph, light.graph, skip={"initializer"})
-    for tensor in model.graph.initializer:
-        if kept_values(tensor) is None:
-            light.graph.initializer.append(tensor)
-        else:
-            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-    return light
-
-
 def with_weights_beside(model: ModelProto, kept: KeptWeights) -> ModelProto:
     """A copy of the model whose large weights are beside it, so that the model can be freed."""
-    light = ModelProto()
-    copy_fields(model, light, skip={"graph"})
-    copy_fields(model.graph, light.graph, skip={"initializer"})
+    light = without_initializers(model)
     for tensor in model.graph.initializer:
         plain = tensor.HasField("raw_data") and not tensor.doc_string and not tensor.metadata_props
         light.graph.initializer.append(kept.tensor(tensor.name, tensor_array(tensor)) if plain else tensor)
