@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from amct.errors import CalibrationError
 from amct.numerics.counts.histogram import MANTISSA_BITS, SHORT_TAIL, FloatHistogram
-from amct.numerics.counts.loops import BLOCKS, CountedRuns, limits_of, range_of, scan_and_count, steps_beyond
+from amct.numerics.counts.loops import BLOCKS, count_piece, limits_of, new_room, range_of, steps_beyond
 from amct.numerics.counts.tables import LARGEST_INTERVAL, RUN, sampling_interval
 from amct.numerics.ifmr import IfmrObserver
 
@@ -135,9 +135,10 @@ def test_no_channel_and_no_column_is_preferred(channels, every):
     for channel in (channels_last, np.sort(channels_last)):
         values = ((first_bin + channel) << (23 - MANTISSA_BITS)).astype(np.uint32).view(np.float32)
         table = np.zeros(TABLE_SIZE, np.uint32)
-        look = scan_and_count(values, table, MANTISSA_BITS, limits_of(-np.inf, np.inf), 0, CountedRuns(every))
+        bins = (table, np.zeros(BLOCKS, np.uint8), MANTISSA_BITS)
+        count_piece(values, bins, limits_of(-np.inf, np.inf), new_room(0), 0, (every, 0, 1))
         counted = table[first_bin : first_bin + channels]
-        assert counted.sum() == look.counted == count // (RUN * every) * RUN
+        assert counted.sum() == count // (RUN * every) * RUN
         # As even as by chance, at least: the deviation of a count is below its root.
         expected = count / channels / every
         assert (np.abs(counted - expected) <= 5 * np.sqrt(expected)).all()
@@ -149,21 +150,23 @@ def test_what_is_counted_and_collected_is_that_of_numpy(size, every):
     """Whatever portions a batch is scanned and counted in."""
     values = np.maximum(normal(size), np.float32(-0.5))
     table, limits = np.zeros(TABLE_SIZE, np.uint32), (-0.5, 2.5)
-    look = scan_and_count(values, table, MANTISSA_BITS, limits_of(*limits), size, CountedRuns(every, 0, 3))
+    blocks, outer = np.zeros(BLOCKS, np.uint8), new_room(size)
+    bins = (table, blocks, MANTISSA_BITS)
+    number, is_finite, low, high = count_piece(values, bins, limits_of(*limits), outer, 0, (every, 0, 3))
     groups = np.arange(values.size // (RUN * every), dtype=np.uint64)
     fractions = (groups * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
     runs = (groups * np.uint64(every) + (fractions * np.uint64(every) >> np.uint64(32))).astype(np.int64)
     counted = values if every == 1 else values[(runs[:, None] * RUN + np.arange(RUN)).reshape(-1)]
-    bins = counted.view(np.uint32) >> (23 - MANTISSA_BITS)
-    assert np.array_equal(table, 3 * np.bincount(bins, minlength=TABLE_SIZE))
-    marked, occupied = np.flatnonzero(look.blocks), np.unique(bins >> MANTISSA_BITS)
+    places = counted.view(np.uint32) >> (23 - MANTISSA_BITS)
+    assert np.array_equal(table, 3 * np.bincount(places, minlength=TABLE_SIZE))
+    marked, occupied = np.flatnonzero(blocks), np.unique(places >> MANTISSA_BITS)
     assert set(occupied) <= set(marked)
     for sign in (0, 1):  # no block beyond the exponents that occur
         own, needed = marked[marked // 256 == sign], occupied[occupied // 256 == sign]
         assert own.tolist() == [] if needed.size == 0 else (own[0], own[-1]) == (needed[0], needed[-1])
     wanted = values[(values <= limits[0]) | (values >= limits[1])]
-    assert np.array_equal(look.outside.view(np.float32), wanted)
-    assert look.range == (values.min(), values.max())
+    assert np.array_equal(outer[:number], wanted)
+    assert (is_finite, low, high) == (True, values.min(), values.max())
 
 
 def test_neither_order_nor_threads_nor_merging_change_what_is_counted():
@@ -188,8 +191,8 @@ def test_values_that_are_not_finite_are_counted_inside_the_table():
     memory = np.zeros(2 * TABLE_SIZE, np.uint32)
     for every in (1, 2):
         values, limits = patterns.view(np.float32), limits_of(-np.inf, np.inf)
-        look = scan_and_count(values, memory[:TABLE_SIZE], MANTISSA_BITS, limits, 0, CountedRuns(every))
-        assert not look.is_finite
+        bins = (memory[:TABLE_SIZE], np.zeros(BLOCKS, np.uint8), MANTISSA_BITS)
+        assert not count_piece(values, bins, limits, new_room(0), 0, (every, 0, 1))[1]
     assert not memory[TABLE_SIZE:].any()
     assert memory[TABLE_SIZE - (1 << MANTISSA_BITS) : TABLE_SIZE].all()
 

@@ -37,20 +37,20 @@ from amct.numerics.counts.loops import (
     SPLIT,
     SUGGESTED,
     UNREACHABLE,
-    CountedRuns,
-    Scan,
     count_alone,
     count_first,
+    count_piece,
     limits_of,
     new_room,
     outside,
     room_of,
-    scan_and_count,
 )
 from amct.numerics.counts.tables import (
     BLOCKS,
     FLOAT_MANTISSA,
     SIGN,
+    Blocks,
+    CountedBins,
     Counts,
     Floats,
     Limits,
@@ -326,24 +326,26 @@ class FloatHistogram:
         """Count pieces of a batch in threads, as ``_count`` does a whole one."""
         every = 1 if self.enough is None else sampling_interval(values, self.enough)
         tables = [self._counts, *(self._idle_table() for _ in pieces[1:])]
+        bins = [(table, np.zeros(BLOCKS, np.uint8), self.mantissa_bits) for table in tables]
+        rooms = [new_room(_TAIL_ROOM * self.tail) for _ in pieces]
         is_first = self._is_first
         limits = UNREACHABLE if is_first or not self.tail else self._limits
-        scans = self._scan_all(pieces, tables, limits, every, every)
-        is_finite = all(scan.is_finite for scan in scans)
+        found = _count_in_threads(pieces, bins, limits, rooms, every, every)
+        is_finite = all(finite for _, finite, _, _ in found)
         if is_finite:
-            for table, scan in zip(tables, scans, strict=True):
-                self._take_blocks(table, scan)
+            for table, blocks, _ in bins:
+                self._take_blocks(table, blocks)
         else:
-            self._scan_all(pieces, tables, limits, every, -every)
+            _count_in_threads(pieces, bins, limits, rooms, every, -every)
         _idle_tables.setdefault(self.mantissa_bits, deque()).extend(tables[1:])
         if not is_finite:
             return None
         self._total += values.size
         self._largest_weight = max(self._largest_weight, every)
         if self.tail:
-            self._extend_tails(pieces, [scan.outside.view(np.float32) for scan in scans], is_first=is_first)
-        ranges = [scan.range for scan in scans]
-        return min(low for low, _ in ranges), max(high for _, high in ranges)
+            outer = [room[:number] for room, (number, _, _, _) in zip(rooms, found, strict=True)]
+            self._extend_tails(pieces, outer, is_first=is_first)
+        return min(low for _, _, low, _ in found), max(high for _, _, _, high in found)
 
     def _extend_tails(self, pieces: list[Floats], found: list[Floats], *, is_first: bool) -> None:
         """Store the tails of a batch that was counted in pieces; ``found`` are their values beyond the edges before."""
@@ -356,30 +358,18 @@ class FloatHistogram:
         else:
             self._keep_outer(*found)
 
-    def _take_blocks(self, table: Tallies, scan: Scan) -> None:
+    def _take_blocks(self, table: Tallies, blocks: Blocks) -> None:
         """Add to the own table what was counted in another one."""
-        mark_blocks(self._first_bin[0], scan.blocks, self.mantissa_bits)
+        mark_blocks(self._first_bin[0], blocks, self.mantissa_bits)
         if table is self._counts:
             return
-        for block in np.flatnonzero(scan.blocks).tolist():
+        for block in np.flatnonzero(blocks).tolist():
             move_blocks(table, self._counts, self.mantissa_bits, block, block + 1)
 
     @property
     def _table(self) -> Table:
         """The counts of a single channel."""
         return self._counts, self._own_blocks, self.mantissa_bits
-
-    def _scan_all(
-        self, pieces: list[Floats], tables: list[Tallies], limits: Limits, every: int, weight: int
-    ) -> list[Scan]:
-        bits, room = self.mantissa_bits, _TAIL_ROOM * self.tail
-        size = pieces[0].size
-        with ThreadPoolExecutor(min(len(pieces), torch.get_num_threads())) as pool:
-            scans = [
-                pool.submit(scan_and_count, piece, table, bits, limits, room, CountedRuns(every, number * size, weight))
-                for number, (piece, table) in enumerate(zip(pieces, tables, strict=True))
-            ]
-            return [scan.result() for scan in scans]
 
     def _idle_table(self) -> Tallies:
         idle = _idle_tables.setdefault(self.mantissa_bits, deque())
@@ -475,3 +465,16 @@ def _pieces(values: Floats) -> list[Floats]:
     size = -(-values.size // threads // SPLIT) * SPLIT
     size = min(size, max(_LARGEST_PIECE // SPLIT, 1) * SPLIT)
     return [values[begin : begin + size] for begin in range(0, values.size, size)]
+
+
+def _count_in_threads(
+    pieces: list[Floats], bins: list[CountedBins], limits: Limits, rooms: list[Floats], every: int, weight: int
+) -> list[tuple[int, bool, float, float]]:
+    """Count pieces of a batch at the same time; what ``count_piece`` returns of each."""
+    offsets = range(0, len(pieces) * pieces[0].size, pieces[0].size)
+    with ThreadPoolExecutor(min(len(pieces), torch.get_num_threads())) as pool:
+        counted = [
+            pool.submit(count_piece, piece, own, limits, room, 0, (every, offset, weight))
+            for piece, own, room, offset in zip(pieces, bins, rooms, offsets, strict=True)
+        ]
+        return [each.result() for each in counted]

@@ -9,8 +9,6 @@ Loops start at zero and run over slices: an index that might be negative would p
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from amct.numerics.counts.compiled import compiled
@@ -26,7 +24,6 @@ from amct.numerics.counts.tables import (
     Limits,
     SignedBits,
     Table,
-    Tallies,
     counted_limits,
     mark_blocks,
     sampling_interval,
@@ -46,95 +43,43 @@ SUGGESTED = 2
 """So many times the tail should lie beyond limits that sampled counts suggest."""
 
 
-class Scan(NamedTuple):
-    """Result of ``scan_and_count`` besides the counts."""
-
-    outside: Bits
-    """The values at or beyond the limits; one more than ``room`` when there are too many."""
-    counted: int
-    """Number of counted values."""
-    largest: int
-    """Largest bit pattern as a signed integer: the largest value if any is positive."""
-    outermost: int
-    """Largest bit pattern as an unsigned integer: the smallest value if any is negative."""
-    innermost: int
-    """Smallest bit pattern as an unsigned integer; only right where no value is negative, or none is positive."""
-    blocks: Blocks
-    """The blocks of the counted values, and those between them."""
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether there is no NaN and no infinity."""
-        return self.largest < _INFINITY and self.outermost < SIGN + _INFINITY
-
-    @property
-    def range(self) -> tuple[float, float]:
-        """The smallest and the largest value."""
-        smallest = self.outermost if self.outermost >= SIGN else self.innermost
-        largest = self.largest if self.largest >= 0 else self.innermost
-        low, high = np.array([smallest, largest], np.uint32).view(np.float32).tolist()
-        return low, high
-
-
 def limits_of(lower: float, upper: float) -> Limits:
     """Return the bit patterns of two values."""
     below, above = np.array([lower, upper], np.float32).view(np.uint32).tolist()
     return below, above
 
 
-class CountedRuns(NamedTuple):
-    """Which values are counted, and how often each."""
-
-    every: int = 1
-    """The sampling interval: a power of two, at most ``LARGEST_INTERVAL``."""
-    offset: int = 0
-    """The index of the first value in the tensor, a multiple of ``SPLIT``."""
-    weight: int = 1
-    """What a counted value adds to its bin."""
-
-
-def scan_and_count(
-    values: Floats, table: Tallies, mantissa_bits: int, limits: Limits, room: int, runs: CountedRuns
-) -> Scan:
-    """Scan all values, and count all or a sample of them in a table of all bins.
+@compiled
+def count_piece(
+    values: Floats, bins: CountedBins, limits: Limits, outer: Floats, stored: int, runs: tuple[int, int, int]
+) -> tuple[int, bool, float, float]:
+    """Scan all values of a tensor or of a piece of it, and count all or a sample of them, block by block.
 
     Args:
         values: when sampling, values after the last whole group of runs are not counted.
-        table: counts by top bits, updated. If some value is not finite, counting again with the negative weight undoes
-            it.
-        mantissa_bits: of the bins.
+        bins: updated. If some value is not finite, counting again with the negative weight undoes it.
         limits: values at or beyond these are collected.
-        room: maximum number of collected values.
-        runs: which values are counted.
-    """
-    found = np.empty(room + _SCAN_BLOCK, np.uint32)
-    blocks = np.zeros(BLOCKS, np.uint8)
-    number, largest, outermost = _scan_and_count(values, (table, blocks, mantissa_bits), limits, found, 0, runs)
-    counted = values.size if runs.every == 1 else values.size // (RUN * runs.every) * RUN
-    innermost = _innermost(values, largest, outermost)
-    return Scan(found[: min(number, room + 1)], counted, largest, outermost, innermost, blocks)
-
-
-@compiled
-def _scan_and_count(
-    values: Floats, bins: CountedBins, limits: Limits, found: Bits, number: int, runs: tuple[int, int, int]
-) -> tuple[int, int, int]:
-    """Scan and count block by block; values at or beyond the limits are appended to the first ``number`` of ``found``.
+        outer: room for the collected values, of which ``stored`` are there.
+        stored: number of values in ``outer``.
+        runs: the sampling interval, a power of two of at most ``LARGEST_INTERVAL``; the index of the first value in the
+            tensor, a multiple of ``SPLIT``; what a counted value adds to its bin.
 
     Returns:
-        The new ``number``, and the largest and the outermost bit pattern.
+        The number of values in ``outer`` (more than ``room_of(outer)``: there was no room for all), whether all values
+        are finite, and then minimum and maximum.
     """
     every, offset, weight = runs
-    bits, signed = values.view(np.uint32), values.view(np.int32)
-    high, outer = np.int32(-SIGN), np.uint32(0)
+    bits, signed, found = values.view(np.uint32), values.view(np.int32), outer.view(np.uint32)
+    number, high, outermost = stored, np.int32(-SIGN), np.uint32(0)
     samples, sampled = np.empty(_SAMPLES if every > 1 else 0, np.uint32), 0
     for begin in range(0, bits.size, _COUNT_BLOCK):
         part = bits[begin : begin + _COUNT_BLOCK]
-        number, largest, outermost = _scan_all(part, signed[begin : begin + _COUNT_BLOCK], limits, found, number)
-        high, outer = max(high, largest), max(outer, outermost)
+        number, largest, farthest = _scan_all(part, signed[begin : begin + _COUNT_BLOCK], limits, found, number)
+        high, outermost = max(high, largest), max(outermost, farthest)
         sampled = _count_block(part, bins, (every, offset + begin, weight), samples, sampled)
     _count_all(samples[:sampled], bins, weight)
-    return number, np.int64(high), np.int64(outer)
+    is_finite, low, top = _range_of(values, np.int64(high), np.int64(outermost))
+    return number, is_finite, low, top
 
 
 @compiled
@@ -160,7 +105,7 @@ def _count_block(bits: Bits, bins: CountedBins, runs: tuple[int, int, int], samp
 def count_alone(
     values: Floats, bins: Table, limits: Limits, outer: Floats, stored: int, enough: int
 ) -> tuple[int, int, float, float]:
-    """Scan and count a batch in a single call, as ``scan_and_count`` does in many: calls cost more than small batches.
+    """Scan and count a batch in a single call: calls cost more than small batches.
 
     Args:
         values: the batch, not empty.
@@ -176,14 +121,13 @@ def count_alone(
     """
     table, first_bin, mantissa_bits = bins
     every = 1 if enough < 0 else sampling_interval(values, enough)
-    found, blocks = outer.view(np.uint32), np.zeros(BLOCKS, np.uint8)
+    blocks = np.zeros(BLOCKS, np.uint8)
     counted = (table, blocks, mantissa_bits)
-    number, largest, outermost = _scan_and_count(values, counted, limits, found, stored, (every, 0, every))
-    if largest >= _INFINITY or outermost >= SIGN + _INFINITY:
-        _scan_and_count(values, counted, UNREACHABLE, found, stored, (every, 0, -every))
+    number, is_finite, low, high = count_piece(values, counted, limits, outer, stored, (every, 0, every))
+    if not is_finite:
+        count_piece(values, counted, UNREACHABLE, outer, stored, (every, 0, -every))
         return stored, 0, 0.0, 0.0
     mark_blocks(first_bin, blocks, mantissa_bits)
-    low, high = _range_of(largest, outermost, _innermost(values, largest, outermost))
     return number, every, low, high
 
 
@@ -202,14 +146,13 @@ def count_first(
     every = 1 if enough < 0 else sampling_interval(values, enough)
     counted = (table, blocks, mantissa_bits)
     highs, outers = _count_and_measure(values, counted, every, every)
-    largest, outermost = np.int64(highs.max()), np.int64(outers.max())
-    if largest >= _INFINITY or outermost >= SIGN + _INFINITY:
+    is_finite, low, high = _range_of(values, np.int64(highs.max()), np.int64(outers.max()))
+    if not is_finite:
         _count_and_measure(values, counted, every, -every)
         return 0, 0, 0.0, 0.0, UNREACHABLE
     mark_blocks(first_bin, blocks, mantissa_bits)
     limits = counted_limits(bins, tail if every == 1 else SUGGESTED * tail)
     number = _collect(values, limits, highs, outers, outer.view(np.uint32))
-    low, high = _range_of(largest, outermost, _innermost(values, largest, outermost))
     return number, every, low, high, limits
 
 
@@ -262,24 +205,31 @@ def range_of(values: Floats) -> tuple[float, float] | None:
 @compiled
 def _checked_range(values: Floats) -> tuple[bool, float, float]:
     largest, outermost = _extremes(values.view(np.uint32), values.view(np.int32))
-    if largest >= _INFINITY or outermost >= SIGN + _INFINITY:
-        return False, 0.0, 0.0
-    low, high = _range_of(largest, outermost, _innermost(values, largest, outermost))
-    return True, low, high
+    return _range_of(values, np.int64(largest), np.int64(outermost))
 
 
 @compiled
-def _range_of(largest: int, outermost: int, innermost: int) -> tuple[float, float]:
+def _range_of(values: Floats, largest: int, outermost: int) -> tuple[bool, float, float]:
+    """Return whether all values are finite, and then the smallest and the largest one.
+
+    Args:
+        values: the values.
+        largest: their largest bit pattern as a signed integer: the largest value if any is positive.
+        outermost: the largest bit pattern as an unsigned integer: the smallest value if any is negative.
+    """
+    if largest >= _INFINITY or outermost >= SIGN + _INFINITY:
+        return False, 0.0, 0.0
+    innermost = _innermost(values, largest, outermost)
     ends = np.empty(2, np.uint32)
     ends[0] = outermost if outermost >= SIGN else innermost
     ends[1] = largest if largest >= 0 else innermost
     low_and_high = ends.view(np.float32)
-    return np.float64(low_and_high[0]), np.float64(low_and_high[1])
+    return True, np.float64(low_and_high[0]), np.float64(low_and_high[1])
 
 
 @compiled
 def _extremes(bits: Bits, signed: SignedBits) -> tuple[int, int]:
-    """Return ``largest`` and ``outermost`` of a ``Scan``."""
+    """Return the largest bit pattern as a signed and as an unsigned integer."""
     high, outer = np.int32(-SIGN), np.uint32(0)
     for place in range(bits.size):
         high = max(high, signed[place])
