@@ -7,12 +7,15 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from amct.calibration import ALONE
 from amct.calibration.ranks import fingerprint
 from amct.config.python_config import plan_of
 from amct.errors import ArgumentError, ConfigError
 from amct.export.deploy import fake_quant_model
 from amct.export.onnx.kept_weights import KeptWeights, tensor_array, with_values
+from amct.export.onnx.layer import replace_bias, replace_weight
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import model_opset, parameter_bytes
 from amct.export.onnx.runtime import Runner, as_tensor
@@ -21,11 +24,11 @@ from amct.numerics.settings import AdaRoundSettings
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_of, start_calibration
 from amct.onnx_model.comparing import Pair, onnx_output
-from amct.onnx_model.equalization import equalized
 from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers, float_weights, put_weights
 from amct.onnx_model.reading import input_shape, read_model, with_opset
 from amct.pipeline import flow
+from amct.pipeline.equalization import check_alone, equalization
 from amct.pipeline.preparation import PreparedForOnnx, enabled_layers
 from amct.pipeline.weights import quantize_weights
 from amct.search.choices import FLOAT, HFMG8, INT4, INT8, INT16, MINMAX8
@@ -33,7 +36,7 @@ from amct.search.doctor import diagnose as find_causes
 from amct.search.request import SearchRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from onnx import ModelProto
@@ -238,7 +241,7 @@ class OnnxDoor:
         folded = fold(self._source.model, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers, kept=kept)
         if self._equalize:
             bindings = [each.binding for each in self._found.found.values()]
-            folded = replace(folded, model=equalized(folded.model, bindings, plan, data.all(), kept))
+            folded = replace(folded, model=_equalized(folded.model, bindings, plan, data.all(), kept))
         kept.adopt(folded.model)
         # The weights from before the folding are not needed any more, only the inputs and names of the model.
         self._source = replace(self._source, kept=None)
@@ -268,6 +271,30 @@ class OnnxDoor:
             onnx_layers={name: after[name].layer for name in weights},
             kept=kept,
         )
+
+
+def _equalized(
+    model: ModelProto, bindings: Sequence[LayerBinding], plan: Plan, feeds: Iterable[Feeds], kept: KeptWeights
+) -> ModelProto:
+    """The folded model with channels of more equal size; ``kept`` has its large weights.
+
+    Raises:
+        ConfigError: The plan balances layers too.
+        CalibrationError: There is no data.
+    """
+    check_alone(plan)
+    graph, layers, _ = find_layers(model, bindings, kept=kept)
+    one_scale = [layer.name for layer in plan.layers if layer.has_one_scale]
+    found = equalization(model, graph, layers, feeds, one_scale=one_scale)
+    for layer in layers:
+        if layer.name not in found.layers:
+            continue
+        (source,) = float_weights(layer)
+        replace_weight(graph, layer, found.weight(layer.name, source.tensor, source.kind, source.groups).numpy())
+        if layer.bias is not None and layer.name in found.divisors:
+            divisor = found.divisors[layer.name].numpy()
+            replace_bias(graph, layer, (layer.bias / divisor).astype(np.float32))
+    return graph.build()
 
 
 def _refuse_adaround(plan: Plan) -> None:

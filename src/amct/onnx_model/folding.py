@@ -18,7 +18,6 @@ from amct.export.onnx.layer import owned_name, replace_weight
 from amct.export.onnx.layer_lookup import LayerBinding, LayerMismatchError, find_layer
 from amct.export.onnx.messages import attribute_value
 from amct.model import Folded, FusionPattern, Node, fold_batch_norms
-from amct.model.kinds import KIND_OF_OPERATOR
 from amct.model.operators import BATCH_NORM, WITH_BIAS
 from amct.numerics.fold import ChannelAffine, fold_after
 from amct.onnx_model.layers import topology
@@ -140,9 +139,8 @@ def _per_channel(constant: NDArray[Any], layer: OnnxLayer) -> torch.Tensor | Non
 
 
 def _layer(graph: OnnxGraph, head: NodeProto) -> OnnxLayer | str:
-    binding = LayerBinding(layer=head.name, kind=KIND_OF_OPERATOR[head.op_type], node=head.name)
     try:
-        return find_layer(graph, binding)
+        return find_layer(graph, LayerBinding.of(head))
     except LayerMismatchError as error:
         return error.reason
 

@@ -49,7 +49,7 @@ class FoundLayer:
     @property
     def binding(self) -> LayerBinding:
         """The binding that exporters take."""
-        return LayerBinding(layer=self.name, kind=self.layer.kind, node=self.name)
+        return LayerBinding.of(self.layer.node)
 
     @property
     def can_pack(self) -> bool:
@@ -128,12 +128,11 @@ def _in_bodies(node: NodeProto) -> Iterator[tuple[str, str, str]]:
 
 def _read_layer(graph: OnnxGraph, node: NodeProto) -> FoundLayer | str:
     """The layer of a node, or the reason why it cannot be quantized."""
-    binding = LayerBinding(layer=node.name, kind=KIND_OF_OPERATOR[node.op_type], node=node.name)
     problem = _operand_problem(graph, node) or _setting_problem(node)
     if problem is not None:
         return problem
     try:
-        layer = find_layer(graph, binding)
+        layer = find_layer(graph, LayerBinding.of(node))
     except LayerMismatchError as error:
         return error.reason
     kind = _type_of(graph, layer)

@@ -104,31 +104,79 @@ def find_layer(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | 
     Raises:
         ExportError: node, weight, bias or number of parameters do not match the layer kind.
     """
-    node = graph.node(binding.node)
-    if node.op_type not in binding.kind.operators:
-        _refuse(binding, node, f"expected {' or '.join(binding.kind.operators)}")
+    place = _Place(graph, binding, graph.node(binding.node), qparams)
+    if place.node.op_type not in binding.kind.operators:
+        place.refuse(f"expected {' or '.join(binding.kind.operators)}")
     if binding.kind is LayerKind.AVERAGE_POOL:
-        return _find_pool(graph, binding, qparams, node)
+        return _find_pool(place)
     if binding.kind.is_recurrent:
-        return _find_recurrent(graph, binding, qparams, node)
-    if binding.kind is LayerKind.LINEAR:
-        return _find_linear(graph, binding, qparams, node)
-    return _find_convolution(graph, binding, qparams, node)
+        return _find_recurrent(place)
+    return _find_linear(place) if binding.kind is LayerKind.LINEAR else _find_convolution(place)
 
 
-def _find_pool(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto) -> OnnxLayer:
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a layer is looked for: its node, and the parameters that it should fit."""
+
+    graph: OnnxGraph
+    binding: LayerBinding
+    node: NodeProto
+    qparams: LayerQParams | None
+
+    def refuse(self, reason: str) -> NoReturn:
+        where = (
+            f'layer "{self.binding.layer}" ({self.binding.kind.value}, node "{self.node.name}" of {self.node.op_type})'
+        )
+        raise LayerMismatchError(f"{where}: {reason}", reason)
+
+    def constant(self, index: int, what: str) -> NDArray[Any] | None:
+        """An operand; None if the node does not have it."""
+        if len(self.node.input) <= index or not self.node.input[index]:
+            return None
+        if not self.graph.is_constant(self.node.input[index]):
+            self.refuse(f'its {what} "{self.node.input[index]}" is computed; expected a constant')
+        return self.graph.constant(self.node.input[index])
+
+    def weight(self, index: int = 1) -> NDArray[Any]:
+        value = self.constant(index, "weight")
+        if value is None:
+            self.refuse("it has no weight input")
+        if value.dtype.kind != "f":
+            self.refuse(f"expected a floating-point weight, got {value.dtype}; start from the float model")
+        return value
+
+    def check_counts(self, channels_in: int, counts: tuple[int, ...]) -> None:
+        """Check that there are as many scales, and balance factors, as the weight can have."""
+        qparams = self.qparams
+        if qparams is None:
+            return
+        for name, each in zip(("scale_w", "scale_r"), qparams.weights or (qparams.weight,), strict=False):
+            if each.scale.numel() not in counts:
+                legal = " or ".join(map(str, dict.fromkeys(counts)))
+                self.refuse(f"expected {legal} {name}, got {each.scale.numel()}")
+        if qparams.balance is not None and qparams.balance.numel() != channels_in:
+            self.refuse(f"expected {channels_in} tensor_balance_factor, got {qparams.balance.numel()}")
+
+    def found(self, element_type: int, **parts: Any) -> OnnxLayer:  # noqa: ANN401  fields of OnnxLayer
+        """The layer."""
+        kind, layer = self.binding.kind, self.binding.layer
+        return OnnxLayer(layer=layer, kind=kind, node=self.node, given=self.qparams, element_type=element_type, **parts)
+
+    def balanced(self, weight: NDArray[Any], groups: int = 1) -> NDArray[Any]:
+        """The weight multiplied by its DMQ factors along the input channels."""
+        if self.qparams is None or self.qparams.balance is None:
+            return weight
+        wide = torch.from_numpy(np.array(weight, dtype=np.promote_types(weight.dtype, np.float32)))
+        return balance_weight(wide, self.qparams.balance, self.binding.kind.weight_kind, groups).numpy()
+
+
+def _find_pool(place: _Place) -> OnnxLayer:
+    graph, node, qparams = place.graph, place.node, place.qparams
     if qparams is not None and qparams.balance is not None:
-        _refuse(binding, node, "average pooling has no weight to balance: remove tensor_balance_factor")
+        place.refuse("average pooling has no weight to balance: remove tensor_balance_factor")
     if qparams is not None and qparams.weight.scale.numel() != 1:
-        _refuse(binding, node, f"expected 1 scale_w, got {qparams.weight.scale.numel()}")
-    return OnnxLayer(
-        layer=binding.layer,
-        kind=binding.kind,
-        node=node,
-        given=qparams,
-        pad=_zero_pad(graph, node.input[0]),
-        element_type=graph.element_type(node.input[0]),
-    )
+        place.refuse(f"expected 1 scale_w, got {qparams.weight.scale.numel()}")
+    return place.found(graph.element_type(node.input[0]), pad=_zero_pad(graph, node.input[0]))
 
 
 def _zero_pad(graph: OnnxGraph, tensor: str) -> NodeProto | None:
@@ -149,66 +197,45 @@ def is_zero_pad(graph: OnnxGraph, pad: NodeProto) -> bool:
     return value is not None and not np.any(value)
 
 
-def _find_convolution(
-    graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto
-) -> OnnxLayer:
-    weight = _weight(graph, binding, node, 1)
+def _find_convolution(place: _Place) -> OnnxLayer:
+    weight = place.weight()
     if weight.ndim < 3:
-        _refuse(binding, node, f"expected a weight of at least 3 dimensions, got shape {list(weight.shape)}")
-    groups = int(attribute_value(node, "group", 1))
-    bias = _optional_constant(graph, binding, node, 2, "bias")
-    transposed = binding.kind is LayerKind.CONV_TRANSPOSE
-    channels_in = weight.shape[0] if transposed else weight.shape[1] * groups
-    channels_out = weight.shape[1] * groups if transposed else weight.shape[0]
-    _check_counts(binding, node, qparams, channels_in=channels_in, counts=(1, channels_out))
-    return OnnxLayer(
-        layer=binding.layer,
-        kind=binding.kind,
-        node=node,
-        given=qparams,
-        weight=_balanced(weight, qparams, binding.kind, groups),
-        bias=bias,
-        groups=groups,
-        element_type=_float_type(weight),
-    )
+        place.refuse(f"expected a weight of at least 3 dimensions, got shape {list(weight.shape)}")
+    groups = int(attribute_value(place.node, "group", 1))
+    bias = place.constant(2, "bias")
+    channels = weight.shape[0], weight.shape[1] * groups
+    channels_in, channels_out = channels if place.binding.kind is LayerKind.CONV_TRANSPOSE else channels[::-1]
+    place.check_counts(channels_in, (1, channels_out))
+    return place.found(_float_type(weight), weight=place.balanced(weight, groups), bias=bias, groups=groups)
 
 
-def _find_linear(graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto) -> OnnxLayer:
-    stored = _weight(graph, binding, node, 1)
+def _find_linear(place: _Place) -> OnnxLayer:
+    node, stored = place.node, place.weight()
     if stored.ndim != 2:
-        _refuse(binding, node, f"expected a weight of 2 dimensions, got shape {list(stored.shape)}")
+        place.refuse(f"expected a weight of 2 dimensions, got shape {list(stored.shape)}")
     bias: NDArray[Any] | None
     if node.op_type == "Gemm":
         settings = {name: attribute_value(node, name, default) for name, default in _GEMM_DEFAULTS.items()}
         if settings != _GEMM_DEFAULTS:
-            _refuse(binding, node, f"expected transA=0, alpha=1, beta=1, got {settings}")
+            place.refuse(f"expected transA=0, alpha=1, beta=1, got {settings}")
         weight = stored if attribute_value(node, "transB", 0) else stored.T
-        bias, bias_node = _gemm_bias(graph, binding, node, weight.shape[0]), None
+        bias, bias_node = _gemm_bias(place, weight.shape[0]), None
     else:
         weight = stored.T
-        bias, bias_node = _added_bias(graph, node, weight.shape[0])
-    _check_counts(binding, node, qparams, channels_in=weight.shape[1], counts=(1, weight.shape[0]))
-    return OnnxLayer(
-        layer=binding.layer,
-        kind=binding.kind,
-        node=node,
-        given=qparams,
-        weight=_balanced(weight, qparams, binding.kind, 1),
-        bias=bias,
-        bias_node=bias_node,
-        element_type=_float_type(stored),
-    )
+        bias, bias_node = _added_bias(place.graph, node, weight.shape[0])
+    place.check_counts(weight.shape[1], (1, weight.shape[0]))
+    return place.found(_float_type(stored), weight=place.balanced(weight), bias=bias, bias_node=bias_node)
 
 
 _GEMM_DEFAULTS = {"transA": 0, "alpha": 1.0, "beta": 1.0}
 
 
-def _gemm_bias(graph: OnnxGraph, binding: LayerBinding, node: NodeProto, channels: int) -> NDArray[Any] | None:
-    bias = _optional_constant(graph, binding, node, 2, "bias")
+def _gemm_bias(place: _Place, channels: int) -> NDArray[Any] | None:
+    bias = place.constant(2, "bias")
     if bias is None:
         return None
     if bias.size not in (1, channels) or (bias.ndim > 0 and bias.shape[-1] != bias.size):
-        _refuse(binding, node, f"expected a bias of {channels} values, got shape {list(bias.shape)}")
+        place.refuse(f"expected a bias of {channels} values, got shape {list(bias.shape)}")
     return np.broadcast_to(bias.reshape(-1), channels)
 
 
@@ -224,26 +251,20 @@ def _added_bias(graph: OnnxGraph, node: NodeProto, channels: int) -> tuple[NDArr
     return bias, add
 
 
-def _find_recurrent(
-    graph: OnnxGraph, binding: LayerBinding, qparams: LayerQParams | None, node: NodeProto
-) -> OnnxLayer:
-    weight, recurrent = _weight(graph, binding, node, 1), _weight(graph, binding, node, 2)
+def _find_recurrent(place: _Place) -> OnnxLayer:
+    node, qparams = place.node, place.qparams
+    weight, recurrent = place.weight(1), place.weight(2)
     if weight.ndim != 3 or weight.shape[0] != 1 or attribute_value(node, "direction", "forward") != "forward":
-        _refuse(binding, node, f"expected one forward direction, got a weight of shape {list(weight.shape)}")
+        place.refuse(f"expected one forward direction, got a weight of shape {list(weight.shape)}")
     if qparams is not None and (qparams.hidden is None or len(qparams.weights) != 2):
-        _refuse(binding, node, "expected scale_h, offset_h and scale_r among its factors; calibrate the layer again")
-    counts = (1, binding.kind.gates, weight.shape[1])
-    _check_counts(binding, node, qparams, channels_in=weight.shape[2], counts=counts)
-    bias = _optional_constant(graph, binding, node, 3, "bias")
-    return OnnxLayer(
-        layer=binding.layer,
-        kind=binding.kind,
-        node=node,
-        given=qparams,
-        weight=_balanced(weight[0], qparams, binding.kind, 1),
+        place.refuse("expected scale_h, offset_h and scale_r among its factors; calibrate the layer again")
+    place.check_counts(weight.shape[2], (1, place.binding.kind.gates, weight.shape[1]))
+    bias = place.constant(3, "bias")
+    return place.found(
+        _float_type(weight),
+        weight=place.balanced(weight[0]),
         recurrent_weight=recurrent[0],
         bias=None if bias is None else bias.reshape(-1),
-        element_type=_float_type(weight),
     )
 
 
@@ -261,58 +282,10 @@ def recurrent_problem(node: NodeProto) -> str | None:
     return next((problem for problem, present in problems.items() if present), None)
 
 
-def _balanced(weight: NDArray[Any], qparams: LayerQParams | None, kind: LayerKind, groups: int) -> NDArray[Any]:
-    """The weight multiplied by its DMQ factors along the input channels."""
-    if qparams is None or qparams.balance is None:
-        return weight
-    wide = torch.from_numpy(np.array(weight, dtype=np.promote_types(weight.dtype, np.float32)))
-    return balance_weight(wide, qparams.balance, kind.weight_kind, groups).numpy()
-
-
-def _weight(graph: OnnxGraph, binding: LayerBinding, node: NodeProto, index: int) -> NDArray[Any]:
-    value = _optional_constant(graph, binding, node, index, "weight")
-    if value is None:
-        _refuse(binding, node, "it has no weight input")
-    if value.dtype.kind != "f":
-        _refuse(binding, node, f"expected a floating-point weight, got {value.dtype}; start from the float model")
-    return value
-
-
-def _optional_constant(
-    graph: OnnxGraph, binding: LayerBinding, node: NodeProto, index: int, what: str
-) -> NDArray[Any] | None:
-    if len(node.input) <= index or not node.input[index]:
-        return None
-    if not graph.is_constant(node.input[index]):
-        _refuse(binding, node, f'its {what} "{node.input[index]}" is computed; expected a constant')
-    return graph.constant(node.input[index])
-
-
-def _check_counts(
-    binding: LayerBinding, node: NodeProto, qparams: LayerQParams | None, *, channels_in: int, counts: tuple[int, ...]
-) -> None:
-    if qparams is None:
-        return
-    for name, each in zip(("scale_w", "scale_r"), qparams.weights or (qparams.weight,), strict=False):
-        if each.scale.numel() not in counts:
-            _refuse(binding, node, f"expected {_either(counts)} {name}, got {each.scale.numel()}")
-    if qparams.balance is not None and qparams.balance.numel() != channels_in:
-        _refuse(binding, node, f"expected {channels_in} tensor_balance_factor, got {qparams.balance.numel()}")
-
-
-def _either(counts: tuple[int, ...]) -> str:
-    return " or ".join(map(str, dict.fromkeys(counts)))
-
-
 def _float_type(weight: NDArray[Any]) -> int:
     if weight.dtype == np.float16:
         return TensorProto.FLOAT16
     return TensorProto.DOUBLE if weight.dtype == np.float64 else TensorProto.FLOAT
-
-
-def _refuse(binding: LayerBinding, node: NodeProto, reason: str) -> NoReturn:
-    where = f'layer "{binding.layer}" ({binding.kind.value}, node "{node.name}" of {node.op_type})'
-    raise LayerMismatchError(f"{where}: {reason}", reason)
 
 
 # -- bindings: which node computes which layer -------------------------------------------------------------------------
@@ -328,6 +301,11 @@ class LayerBinding:
     layer: str
     kind: LayerKind
     node: str
+
+    @classmethod
+    def of(cls, node: NodeProto) -> LayerBinding:
+        """The binding of a node whose layer has its name."""
+        return cls(layer=node.name, kind=KIND_OF_OPERATOR[node.op_type], node=node.name)
 
 
 def bindings_by_name(
