@@ -20,10 +20,11 @@ from amct.log import few_lines
 from amct.printable import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
+    from onnx import ModelProto
 
     from amct.onnx_model.reading import AnyModel
     from amct.report.content import ReportContent
@@ -125,10 +126,25 @@ class Request:
         data.warn_of_other_preparation(pair.quantized_model[0])
         return replace(self, data=data)
 
-    def refuse_labels(self) -> None:
-        """Refuse ``--top1`` for a model whose data are arrays by the names of its inputs."""
+    def data_for(
+        self, pair: ModelPair, shapes: Mapping[str, Sequence[int | str | None]], *, plain: bool, size: int | None = None
+    ) -> Iterable[Any]:
+        """Batches for a model: of one plain input with labels, else arrays by the names of the inputs.
+
+        Args:
+            pair: The models.
+            shapes: Of the inputs.
+            plain: Whether the only input takes all kinds of data.
+            size: The fixed batch size of the model that is run.
+
+        Raises:
+            ArgumentError: ``top1`` is set, and the data has no labels.
+        """
+        if plain:
+            return self.fitting(next(iter(shapes.values()), ()), pair).batches(size)
         if self.top1:
             raise ArgumentError("--top1: a model with several inputs, or with whole numbers, has no labels beside them")
+        return named_batches(list(shapes), self.data, size)
 
     @property
     def metric(self) -> Any:  # noqa: ANN401  a Metric, whose module needs torch
@@ -209,12 +225,7 @@ def _run_caffe(pair: ModelPair, request: Request) -> _Found:
     from amct.caffe.prototxt import input_shapes
 
     inputs = input_shapes(pair.float_model[0])
-    if len(inputs) > 1:
-        request.refuse_labels()
-        data: Iterable[Any] = named_batches(list(inputs), request.data)
-    else:
-        request = request.fitting(next(iter(inputs.values()), ()), pair)
-        data = request.batches()
+    data = request.data_for(pair, inputs, plain=len(inputs) <= 1)
     metric = request.metric
     if request.report is not None:
         from amct.caffe.reporting import files_report
@@ -234,18 +245,20 @@ def _run_caffe(pair: ModelPair, request: Request) -> _Found:
 
 
 def _run_onnx(pair: ModelPair, request: Request) -> _Found:
-    from amct.cli.batches import is_plain
-    from amct.export.onnx.messages import fixed_batch_size
-    from amct.onnx_model.reading import input_shape, read_model
+    from amct.onnx_model.reading import read_model
 
     (float_model,) = pair.float_model
     proto = read_model(float_model, "FLOAT").model
-    if is_plain(proto):
-        request = request.fitting(input_shape(proto, proto.graph.input[0].name) or (), pair)
-        return _run_onnx_files(float_model, pair, request, request.batches(_fixed_batch_size(pair.quantized_model[0])))
-    request.refuse_labels()
-    names = [value.name for value in proto.graph.input]
-    return _run_onnx_files(float_model, pair, request, named_batches(names, request.data, fixed_batch_size(proto)))
+    size = _fixed_batch_size(pair.quantized_model[0])
+    return _run_onnx_files(float_model, pair, request, _data_for_onnx(proto, pair, request, size))
+
+
+def _data_for_onnx(proto: ModelProto, pair: ModelPair, request: Request, size: int | None) -> Iterable[Any]:
+    from amct.cli.batches import is_plain
+    from amct.onnx_model.reading import input_shape
+
+    shapes = {value.name: input_shape(proto, value.name) or () for value in proto.graph.input}
+    return request.data_for(pair, shapes, plain=is_plain(proto), size=size)
 
 
 def _run_torch(pair: ModelPair, request: Request) -> _Found:
@@ -290,18 +303,14 @@ def _run_onnx_files(
 
 def _between_runtimes(pair: ModelPair, request: Request, runtime: str) -> Measured:
     """One file in a runtime, and in onnxruntime without optimizations."""
-    from amct.cli.batches import is_plain
     from amct.export.onnx.messages import fixed_batch_size
     from amct.onnx_model.comparing import measure_runtime
-    from amct.onnx_model.reading import input_shape, read_model
+    from amct.onnx_model.reading import read_model
 
     (file,) = pair.quantized_model
     proto = read_model(file, "FILE", allow_quantized=True).model
-    if not is_plain(proto):
-        batches = named_batches([value.name for value in proto.graph.input], request.data, fixed_batch_size(proto))
-        return measure_runtime(file, batches, runtime, inputs=_values)
-    request = request.fitting(input_shape(proto, proto.graph.input[0].name) or (), pair)
-    return measure_runtime(file, request.batches(fixed_batch_size(proto)), runtime, inputs=_values)
+    batches = _data_for_onnx(proto, pair, request, fixed_batch_size(proto))
+    return measure_runtime(file, batches, runtime, inputs=_values)
 
 
 _RUNS: dict[ModelKind, Any] = {ModelKind.CAFFE: _run_caffe, ModelKind.ONNX: _run_onnx, ModelKind.TORCH: _run_torch}

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from amct.schema import Schema, TextMessage
 
 
+MODE_KEY = "fakequant_precision_mode"
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantBlock:
     """The settings of a block for activations and weights, and its DMQ migration strength."""
@@ -173,8 +176,9 @@ class Dialect(ABC):
         return nodes
 
     def written_globals(self, settings: CheckedSettings, given: Collection[str]) -> dict[str, Any]:
-        """The global fields of a JSON config in their written form."""
-        return self._written(settings, given)
+        """The global fields of a JSON config in their written form; a precision mode only if it is not the default."""
+        written = self._written(settings, given)
+        return {key: value for key, value in written.items() if (key, value) != (MODE_KEY, "DEFAULT")}
 
     def simple_globals(self, simple: SimpleConfig) -> dict[str, Any]:
         """The global fields of a simple config in their written form."""

@@ -75,7 +75,7 @@ def start_calibration(prepared: OnnxPreparation, ranks: Ranks = ALONE) -> Calibr
     observers = prepared.tensor_observers()
     session = CalibrationSession(plan_streams(prepared.layer_plans, recurrent), tensors=observers, ranks=ranks)
     kept = KeptWeights()
-    model, watched = watch_layers(prepared.rounded_model(kept), prepared)
+    model, watched = watch_layers(prepared.partly_rounded(prepared.weights, kept), prepared)
     show = _watching(model, kept, watched, observers)
 
     def run(batches: Iterable[Feeds]) -> None:

@@ -114,21 +114,14 @@ class OnnxPreparation(PreparedForOnnx):
         """By layer: the name of its input."""
         return {name: layer.reader.input[0] for name, layer in self.onnx_layers.items()}
 
-    def rounded_model(self, kept: KeptWeights | None = None) -> ModelProto:
-        """The folded model with fake-quantized weights; ``kept`` takes large ones."""
-        return self._with_rounded_weights(self.weights, kept)
-
     @cached_property
     def exported_model(self) -> ModelProto:
         """The folded model; weights are float, except where the integers do not follow from weight and scale."""
         rounded = [name for name, weights in self.weights.items() if weights.custom_rounding]
-        return self._with_rounded_weights(rounded, self.kept) if rounded else self.folded
+        return self.partly_rounded(rounded, self.kept) if rounded else self.folded
 
     def partly_rounded(self, names: Collection[str], kept: KeptWeights) -> ModelProto:
-        """The folded model with the rounded weights of some layers."""
-        return self._with_rounded_weights(names, kept)
-
-    def _with_rounded_weights(self, names: Collection[str], kept: KeptWeights | None) -> ModelProto:
+        """The folded model with the rounded weights of some layers; ``kept`` takes large ones."""
         graph, layers, _ = find_layers(self.folded, self.bindings, kept=kept)
         for layer in layers:
             if layer.name in names:

@@ -28,7 +28,7 @@ from amct.report.content import (
     WeightRanges,
 )
 from amct.report.measuring import OUTPUT
-from amct.report.page import write_page
+from amct.report.page import shown_bytes, write_page
 
 if TYPE_CHECKING:
     import os
@@ -212,7 +212,9 @@ def _figures(measured: Measured, weight_bytes: tuple[float, float]) -> Iterator[
     yield from box_figures(measured.boxes)
     before, after = weight_bytes
     if before:
-        yield Figure(label="weights of the quantized layers", before=_size(before), after=_size(after))
+        yield Figure(
+            label="weights of the quantized layers", before=shown_bytes(int(before)), after=shown_bytes(int(after))
+        )
 
 
 def output_figures(outputs: Sequence[LayerComparison]) -> Iterator[Figure]:
@@ -253,10 +255,6 @@ def metric_figure(name: str, before: float, after: float) -> Figure:
         shown = [f"{value:.4g}" for value in (before, after)]
         change = f"{after - before:+.2g}"
     return Figure(label=name, before=shown[0], after=shown[1], change=change.replace("-", "−"))
-
-
-def _size(number: float) -> str:
-    return f"{number / 1e6:.3g} MB" if number >= 1e6 else f"{number / 1e3:.3g} kB"
 
 
 def weight_ranges(parts: Iterable[Tensor]) -> WeightRanges | None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from amct.config.checks import ProblemList
     from amct.config.json_reader import JsonNode
     from amct.config.layers import LayerInfo, LayerList
-    from amct.config.ptq.dialect import Note
+    from amct.config.ptq.dialect import Note, Offset
     from amct.config.simple_config import Choice, LayerBlock, SimpleConfig
     from amct.schema import TextMessage
 
@@ -141,22 +141,17 @@ class CaffePtq(PtqDialect):
         return block
 
     def write_inputs(
-        self,
-        layer: LayerInfo,
-        inputs: Sequence[AlgorithmBlock],
-        offset: tuple[bool, Origin],
-        changed: Mapping[str, Any],
-        target: LayerBlock,
+        self, target: LayerBlock, inputs: Sequence[AlgorithmBlock], offset: Offset, changed: Mapping[str, Any]
     ) -> None:
         """A block, or a list with a block for each input; ``with_offset`` is written only where it is given."""
         written = []
         for index, block in enumerate(inputs):
-            prefix = f"{DATA_KEY}[{index}]" if layer.inputs > 1 else DATA_KEY
+            prefix = f"{DATA_KEY}[{index}]" if len(inputs) > 1 else DATA_KEY
             written.append(block.write(prefix, "act_algo", target.origins, changed))
             if "with_offset" not in block.given:
                 key = f"{prefix}.with_offset"
                 target.implied[key], target.origins[key] = offset
-        target.data[DATA_KEY] = written if layer.inputs > 1 else written[0]
+        target.data[DATA_KEY] = written if len(inputs) > 1 else written[0]
 
     def global_nodes(
         self, nodes: Mapping[str, JsonNode], root: JsonNode, model: LayerList, problems: ProblemList

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from amct.schema import ExtraField, TextMessage
 
     Note = Callable[[str, Position | None], None]
+    Offset = tuple[bool, Origin]
 
 _LayerT = TypeVar("_LayerT", LayerInfo, LayerBlock)
 
@@ -189,8 +190,7 @@ class PtqDialect(QuantDialect):
             note(what, block.weight.positions["channel_wise"])
         changed |= self.fitted_bits(layer, block, note)
         inputs = [block.activation] * layer.inputs
-        offset = self.offset(simple, block.activation)
-        self.write_inputs(layer, inputs, offset, changed, target)
+        self.write_inputs(target, inputs, self.offset(simple, block.activation), changed)
         self._write_weight(self.fitted_weight(layer, block.weight, note), changed, target)
         return target
 
@@ -206,18 +206,13 @@ class PtqDialect(QuantDialect):
     def fitted_weight(self, layer: LayerInfo, block: AlgorithmBlock, note: Note) -> AlgorithmBlock | None:
         """The weight block of a layer: the given one or, where that cannot be, another; None: it is not written."""
 
-    def offset(self, simple: SimpleConfig, block: AlgorithmBlock) -> tuple[bool, Origin]:  # noqa: ARG002  for dialects where it matters
+    def offset(self, simple: SimpleConfig, block: AlgorithmBlock) -> Offset:  # noqa: ARG002  for dialects where it matters
         """Whether activations have an offset where their block does not specify it, and the origin of that."""
         return simple.fields.get("activation_offset", True), simple.origins.get("activation_offset", DEFAULT)
 
     @abstractmethod
     def write_inputs(
-        self,
-        layer: LayerInfo,
-        inputs: Sequence[AlgorithmBlock],
-        offset: tuple[bool, Origin],
-        changed: Mapping[str, Any],
-        target: LayerBlock,
+        self, target: LayerBlock, inputs: Sequence[AlgorithmBlock], offset: Offset, changed: Mapping[str, Any]
     ) -> None:
         """Add the activation block of a layer as it is written, and the values that hold without it."""
 
@@ -275,8 +270,7 @@ class PtqDialect(QuantDialect):
             for key, message in self.unsupported(layer, block):
                 problems.add(f"{label(layer)}: {message}", block.position(key))
         offset = written["activation_offset"], DEFAULT
-        blocks = [block for _, block in inputs]
-        self.write_inputs(layer, blocks, offset, {}, target)
+        self.write_inputs(target, [block for _, block in inputs], offset, {})
         given = weight if weight.position is not None and self.has_weight_block(layer) else None
         self._write_weight(given, {}, target)
 

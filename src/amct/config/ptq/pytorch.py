@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from amct.config.dialect import MODE_KEY
 from amct.config.layers import ACTIVATION_BITS, ADA_BITS, ARQ_BITS, MIGRATION_RANGE, PTQ_TYPES, can_int16
 from amct.config.ptq.dialect import BALANCE_KEY, DATA_KEY, ROUNDING_KEYS, UNPACKABLE, WEIGHT_KEY, PtqDialect
 from amct.config.registry import PYTORCH_WEIGHT
@@ -15,15 +16,13 @@ from amct.config.simple_config import LayerConfig, Level, Origin
 from amct.numerics.settings import AtLeastOne, CheckedSettings, Names, Switch, Version, WeightRounding, WeightScale
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from amct.config.blocks import AlgorithmBlock
     from amct.config.dialect import QuantBlock
     from amct.config.layers import LayerInfo
-    from amct.config.ptq.dialect import Note
+    from amct.config.ptq.dialect import Note, Offset
     from amct.config.simple_config import Choice, LayerBlock, SimpleConfig
-
-MODE_KEY = "fakequant_precision_mode"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +132,7 @@ class PyTorchPtq(PtqDialect):
         """No block for a layer that AdaRound cannot tune: it is quantized with ARQ."""
         return block if self.types[layer.type].ada or not _is_ada(block) else None
 
-    def offset(self, simple: SimpleConfig, block: AlgorithmBlock) -> tuple[bool, Origin]:
+    def offset(self, simple: SimpleConfig, block: AlgorithmBlock) -> Offset:
         """That of the common block if it has the same algorithm, else ``activation_offset``."""
         common = self.read_choice(simple.blocks.common).activation
         if common.algorithm is block.algorithm and "asymmetric" in common.given:
@@ -141,26 +140,16 @@ class PyTorchPtq(PtqDialect):
         return super().offset(simple, block)
 
     def write_inputs(
-        self,
-        layer: LayerInfo,
-        inputs: Sequence[AlgorithmBlock],
-        offset: tuple[bool, Origin],
-        changed: Mapping[str, Any],
-        target: LayerBlock,
+        self, target: LayerBlock, inputs: Sequence[AlgorithmBlock], offset: Offset, changed: Mapping[str, Any]
     ) -> None:
         """One block for all inputs, with ``asymmetric`` always written."""
         block = inputs[0]
-        if not self.types[layer.type].asymmetric:
+        if not self.types[target.type].asymmetric:
             offset = False, Origin(Level.RULE)
         elif "asymmetric" in block.given:
             offset = block.given["asymmetric"], block.origin_of("asymmetric")
         target.data[DATA_KEY] = block.write(DATA_KEY, "act_algo", target.origins, changed, asymmetric=offset[0])
         target.origins[f"{DATA_KEY}.asymmetric"] = offset[1]
-
-    def written_globals(self, settings: CheckedSettings, given: Collection[str]) -> dict[str, Any]:
-        """The global fields as they are written: the precision mode only when it is not the default."""
-        written = super().written_globals(settings, given)
-        return {key: value for key, value in written.items() if (key, value) != (MODE_KEY, "DEFAULT")}
 
 
 def _is_ada(block: AlgorithmBlock) -> bool:

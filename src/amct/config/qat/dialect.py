@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from amct.config.checks import ProblemList
-from amct.config.dialect import QuantBlock, QuantDialect, label, warn_of_refused
+from amct.config.dialect import MODE_KEY, QuantBlock, QuantDialect, label, warn_of_refused
 from amct.config.layers import CAFFE_RETRAIN_TYPES, QAT_TYPES, LayerInfo, LayerList, can_int16
 from amct.config.plan import FORCE_FP16, RetrainLayerPlan, RetrainPlan, reasons_not_quantized, settings_of
 from amct.config.registry import CAFFE_RETRAIN_ACTIVATION, CAFFE_RETRAIN_WEIGHT, RETRAIN_ACTIVATION, RETRAIN_WEIGHT
@@ -33,7 +33,7 @@ from amct.config.simple_config import (
 from amct.numerics.settings import AtLeastOne, CheckedSettings, Version, bits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from amct.config.blocks import AlgorithmBlock
     from amct.config.json_reader import JsonNode
@@ -329,7 +329,6 @@ class QatExpander:
 # The JSON has AMCT's keys in AMCT's order: version, precision mode, number of batches, then the layers in model order.
 
 
-MODE_KEY = "fakequant_precision_mode"
 PRUNE_FIELDS = (PRUNE_BLOCK, "regular_prune_skip_layers", "regular_prune_skip_types")
 MANDATORY = ("version", "batch_num")
 
@@ -395,11 +394,6 @@ class PyTorchQat(QatDialect):
             if key not in nodes:
                 problems.add(f'the key "{key}" is missing. Add "{key}":1.', root.position)
         return super().global_nodes(nodes, root, model, problems)
-
-    def written_globals(self, settings: CheckedSettings, given: Collection[str]) -> dict[str, Any]:
-        """The global fields as they are written: the precision mode only when it is not the default."""
-        written = super().written_globals(settings, given)
-        return {key: value for key, value in written.items() if (key, value) != (MODE_KEY, "DEFAULT")}
 
 
 def _types(block: QuantBlock) -> tuple[str, str]:
