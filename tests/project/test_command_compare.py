@@ -340,7 +340,7 @@ def test_a_caffe_net_with_several_inputs_takes_arrays_of_their_names(tmp_path, m
     np.savez("one.npz", image=arrays["image"])
     np.save("data.npy", arrays["image"])
     pair, data = ["two.prototxt", "two.caffemodel"], ["--data", "data.npz", "--batch-size", "2"]
-    assert main(["quantize", *pair, *data, "-o", "out/two", "--report"]) == 0
+    assert main(["quantize", *pair, *data, "-o", "out/two", "--report", "--fixed-batch-size", "2"]) == 0
     assert main(["report", *pair, "out/two", *data, "-o", "report.html"]) == 0
     capsys.readouterr()
     assert main(["compare", *pair, "out/two", *data, "--json"]) == 0
@@ -357,6 +357,9 @@ def test_a_caffe_net_with_several_inputs_takes_arrays_of_their_names(tmp_path, m
     assert output["sqnr"] == pytest.approx(
         10 * np.log10(np.square(exact, dtype=float).sum() / np.square(noise).sum()), abs=0.01
     )
+    file = ["out/two_qdq_model.onnx", "--runtime", "onnxruntime-basic"]
+    assert main(["compare", *file, "--data", "data.npz", "--json"]) == 0  # two samples at once, as the file takes them
+    assert json.loads(capsys.readouterr().out)["batches"] == 3
     for command in (["quantize", *pair, "-o", "no/two"], ["compare", *pair, "out/two"]):
         assert main([*command, "--data", "one.npz"]) == 2
         assert 'the model has an input "weight", and there is no array of that name' in capsys.readouterr().err
