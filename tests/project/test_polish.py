@@ -16,7 +16,7 @@ import amct.pytorch
 from amct.cli import main
 from amct.cli.app import app
 from amct.cli.quantize import _telling_of
-from amct.model.quant_json import CalibrationData
+from amct.model.calibration_data import CalibrationData
 from amct.pipeline.flow import CalibrationFile
 from amct.printable import counted
 

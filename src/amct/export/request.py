@@ -14,7 +14,8 @@ from amct.errors import ArgumentError, ArgumentTypeError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from amct.model.quant_json import CalibrationData, RelatedFile
+    from amct.model.calibration_data import CalibrationData
+    from amct.model.quant_json import RelatedFile
 
 RECORD = "record"
 """The name under which ``save`` accepts the factors among the formats."""

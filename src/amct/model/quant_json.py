@@ -67,6 +67,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from amct.atomic import is_file, modify, read_bytes
 from amct.errors import FileError, ParseError
+from amct.model.calibration_data import CalibrationData  # noqa: TC001  pydantic reads the annotations
 from amct.model.certificate import (
     Certificate,  # noqa: TC001  pydantic reads the annotations
     Point,  # noqa: TC001  pydantic reads the annotations
@@ -77,7 +78,6 @@ from amct.model.kinds import (
 )
 from amct.model.verdict import Closed, Level, Verdict, worst_of
 from amct.numerics.similarity import BoxComparison  # noqa: TC001  pydantic reads the annotations
-from amct.printable import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -184,30 +184,6 @@ class FileEntry(Closed):
     skipped: tuple[Skip, ...] = ()
     notes: tuple[str, ...] = ()
     check: FileCheck | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationData(Closed):
-    """The data that a calibration used, in the words of the log and of commands.
-
-    Attributes:
-        used: How many pictures, samples or batches were used.
-        of: How many there are; None: not known.
-        unit: What is counted: "pictures", "samples" or "batches".
-        preparation: What was done to each picture; empty where that is not known, or nothing.
-    """
-
-    used: int
-    of: int | None = None
-    unit: str = "batches"
-    preparation: str = ""
-
-    def __str__(self) -> str:
-        """``50 of 200 pictures``."""
-        one = "batch" if self.unit == "batches" else self.unit.removesuffix("s")
-        if self.of is not None:
-            return f"{self.used} of {counted(self.of, one)}"
-        return counted(self.used, one)
 
 
 @dataclass(frozen=True, kw_only=True)

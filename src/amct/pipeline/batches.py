@@ -22,7 +22,7 @@ from amct.calibration.ranks import ALONE, fingerprint
 from amct.data.stored_batches import AheadIterator, DataFacts, StoredBatches
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.export.check.batch import batch_size
-from amct.model.quant_json import CalibrationData
+from amct.model.calibration_data import CalibrationData
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

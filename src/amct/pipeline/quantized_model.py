@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from amct.config.plan import Plan
     from amct.export.formats import ExportedModel
     from amct.model import Skip
+    from amct.model.calibration_data import CalibrationData
     from amct.model.certificate import Certificate, Point
-    from amct.model.quant_json import CalibrationData
     from amct.model.verdict import Verdict
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.numerics.similarity import LayerComparison

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from amct.config.plan import RetrainPlan
     from amct.model import Skip
-    from amct.model.quant_json import CalibrationData
+    from amct.model.calibration_data import CalibrationData
     from amct.pipeline.batches import BatchInputs
     from amct.pipeline.door import ModelOutput
     from amct.pytorch.capture.cached_trace import KnownTrace
