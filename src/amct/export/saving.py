@@ -53,6 +53,12 @@ ADVICE = (
 )
 
 
+TRAINED_ADVICE = (
+    ". Training has changed what the model computes; whether for the better, only a metric tells: "
+    "report(path, data, metric)"
+)
+
+
 class ModelFiles(Protocol):
     """What a front door gives to a save: its model in each format."""
 
@@ -141,7 +147,9 @@ def save_files(files: ModelFiles) -> Saved:
     logger.info("wrote %s", ", ".join(map(str, written)))
     if verdict is not None:
         bad = verdict.is_at_best("poor")
-        logger.log(logging.WARNING if bad else logging.INFO, "verdict %s%s", verdict, ADVICE if bad else "")
+        trained = any(check is not None and check.handed_in_sqnr is not None for check in checks.values())
+        advice = TRAINED_ADVICE if trained else ADVICE
+        logger.log(logging.WARNING if bad else logging.INFO, "verdict %s%s", verdict, advice if bad else "")
     for proposal in proposals:
         logger.info("would help: %s", proposal)
     return Saved(written, verdict)

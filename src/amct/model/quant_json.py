@@ -76,7 +76,7 @@ from amct.model.kinds import (
     LayerKind,  # noqa: TC001  pydantic reads the annotations
     Skip,  # noqa: TC001  pydantic reads the annotations
 )
-from amct.model.verdict import Closed, Level, Verdict, worst_of
+from amct.model.verdict import HANDED_IN, Closed, Level, Verdict, worst_of
 from amct.numerics.similarity import BoxComparison  # noqa: TC001  pydantic reads the annotations
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ class FileCheck(Closed):
         sqnr: Its signal-to-quantization-noise ratio in dB; absent, with a cosine, if both are equal.
         boxes: For outputs of a detector: which boxes of the float model the file finds again.
         simulation_sqnr: The SQNR of the simulation on the same inputs.
+        handed_in_sqnr: After training: the SQNR to the outputs of the float model that was handed in, which the verdict
+            rests on; the others are those to the trained weights without quantizers.
         verdict: The judgement of this output; None for random inputs, which say nothing about accuracy.
         likely_loss: Decibels by which it may be lower than that of the simulation on data like these inputs.
         speed: The time of the float ONNX file divided by that of this file, in onnxruntime on the machine of the save.
@@ -141,6 +143,7 @@ class FileCheck(Closed):
     sqnr: float | None = None
     boxes: tuple[BoxComparison, ...] = ()
     simulation_sqnr: float | None = None
+    handed_in_sqnr: float | None = None
     verdict: Level | None = None
     likely_loss: float | None = None
     speed: float | None = None
@@ -153,7 +156,9 @@ class FileCheck(Closed):
     def judged(self) -> str:
         """What the verdict rests on."""
         found = [str(each) for each in self.boxes]
-        if self.cosine is not None:
+        if self.handed_in_sqnr is not None:
+            found.append(f"the output's SQNR to {HANDED_IN} is {self.handed_in_sqnr:.1f} dB")
+        elif self.cosine is not None:
             found.append("the outputs are equal" if self.sqnr is None else f"the output's SQNR is {self.sqnr:.1f} dB")
         return "; ".join(found) or self.not_checked
 
@@ -163,6 +168,7 @@ class FileCheck(Closed):
         if self.cosine is not None:
             sqnr = "no error" if self.sqnr is None else f"SQNR {self.sqnr:.1f} dB"
             parts += [f"cosine {self.cosine:.4f}", sqnr]
+            parts += [] if self.handed_in_sqnr is None else [f"{self.handed_in_sqnr:.1f} dB to {HANDED_IN}"]
         elif not parts:
             parts = [f"not checked: {self.not_checked}"] if self.not_checked else ["runs"]
         if self.verdict is not None:

@@ -27,6 +27,8 @@ LEAST_SQNR = (20.0, 15.0, 10.0)
 LEAST_SHARE = (0.95, 0.9, 0.8)
 """Of the boxes of both models together, those that both find: of good, acceptable and poor."""
 NOISY_LAYER = 10.0
+HANDED_IN = "the float model that was handed in"
+"""What a model that was trained with quantizers is judged by, not by its trained weights without them."""
 NOT_JUDGED = "not judged: no output could be compared"
 _NAMES_SHOWN = 3
 

@@ -19,7 +19,7 @@ import numpy as np
 from amct import log
 from amct.errors import AmctError, CalibrationError
 from amct.export.check.batch import CALIBRATION, LARGEST_BATCH, MOST_SAMPLES, first_samples, with_samples
-from amct.export.check.losses import SHARE, Outputs, Reference, fewest_batches
+from amct.export.check.losses import SHARE, UNNAMED, Outputs, Reference, fewest_batches
 from amct.export.formats import layer_outputs, rescaled_layers
 from amct.export.onnx.kept_weights import KeptWeights, read_parts
 from amct.export.onnx.messages import first_line
@@ -67,7 +67,7 @@ def measure(  # noqa: PLR0913  most of them say what is measured besides
         metric: ``metric(output, batch) -> float``, the mean over one batch.
         sample_count: The number of samples of a batch: its weight in the metric.
         written: Runs a written file of the quantized model; outputs and metric are then measured of the file.
-        before: Runs the model whose metric is that of the float model; None: ``reference``.
+        before: Runs the model whose outputs and metric are those of the float model; None: ``reference``.
 
     Raises:
         ArgumentError: A layer's output has different shapes in both models.
@@ -99,9 +99,10 @@ def measure(  # noqa: PLR0913  most of them say what is measured besides
             expected, got = run_reference(arguments), run_quantized(arguments)
             if written is not None:
                 got = written(arguments)
+            if before is not None:
+                expected = before(arguments)
             measuring.detections.take(_arrays(expected), _arrays(got))
             measuring.add(pairs.outputs(expected, got, measuring.detections.names))
-            expected = expected if before is None or metric is None else before(arguments)
             measuring.score(expected.value, got.value, batch, sample_count(batch, arguments))
     return measuring.result()
 
@@ -165,6 +166,7 @@ def reference(
     seconds: float = math.inf,
     *,
     batch_size: int | None = None,
+    handed_in: Callable[[Any], ModelOutput] | None = None,
 ) -> Reference:
     """Run the float model and the simulation on calibration batches, or on first samples if their number may vary.
 
@@ -175,6 +177,7 @@ def reference(
             first, up to ``LARGEST_BATCH`` bytes of outputs.
         seconds: The CPU time of the job so far.
         batch_size: The only one that the files take, if that of the model may vary.
+        handed_in: As the attribute of ``QuantizedModel``.
     """
     first = _sample(prepared, examples[0], batch_size)
     shapes = _shapes(first[1])
@@ -188,7 +191,10 @@ def reference(
         Reference(inputs=inputs, origin=CALIBRATION, expected=exact, simulated=rounded)
         for (_, inputs), exact, rounded in zip(samples, expected, simulated, strict=False)
     ]
-    return replace(found[0], further=tuple(found[1:]), seconds=seconds)
+    judged = None
+    if handed_in is not None and batch_size is None:
+        judged = [(UNNAMED, np.asarray(each)) for _, each in handed_in(examples[0]).tensors]  # matched by position
+    return replace(found[0], handed_in=judged, further=tuple(found[1:]), seconds=seconds)
 
 
 def _sample(

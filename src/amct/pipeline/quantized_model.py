@@ -68,6 +68,7 @@ class QuantizedModel:
         history: What a search has tried to find these settings; empty without one.
         certificate: What was measured of the result of a search on samples that it has not used.
         placement: The placement of the QDQ file of a save that names none.
+        handed_in: After training: what the float model that was handed in returned for the first example, to judge by.
 
     Args:
         prepared: As the attribute.
@@ -99,6 +100,7 @@ class QuantizedModel:
         self.history: tuple[Point, ...] = ()
         self.certificate: Certificate | None = None
         self.placement = Placement.FAST.value
+        self.handed_in: Callable[[Any], ModelOutput] | None = None
         self._verdict: Verdict | None = None
         self._sensitivity: Sequence[LayerSensitivity] = ()
 
@@ -190,8 +192,8 @@ class QuantizedModel:
         """
         if self._verdict is None:
             batches = ((example, example) for example in self._examples)
-            measured = measure(*self.prepared.compared_models(self.qparams), batches)
-            self._verdict = measured.verdict(SIMULATION)
+            measured = measure(*self.prepared.compared_models(self.qparams), batches, before=self.handed_in)
+            self._verdict = measured.verdict(SIMULATION, is_trained=self.handed_in is not None)
         return self._verdict
 
     def summary(self) -> str:
@@ -266,7 +268,8 @@ class QuantizedModel:
         compared = None
         if check and request.models:
             size = batch_size if self.prepared.any_batch_size else None
-            compared = reference(self.prepared, self.qparams, self._examples, self._seconds, batch_size=size)
+            job = (self.prepared, self.qparams, self._examples, self._seconds)
+            compared = reference(*job, batch_size=size, handed_in=self.handed_in)
             free_unused_models(self._weight_bytes)
         saved = save_files(self.prepared.files(request, self.qparams, self._tensors, compared))
         self._verdict = saved.verdict or self._verdict
@@ -358,7 +361,7 @@ class QuantizedModel:
                 a QDQ file among them, without one of a Caffe deploy model, else of the simulation. A ``quant.json``
                 among them gets the report's SHA-256 and what was measured.
             training: What quantization-aware training did.
-            before: Runs the model whose metric is compared with, or is its metric; None: the float model.
+            before: Runs the model whose outputs and metric are compared with, or is its metric; None: the float model.
 
         Returns:
             The path.
@@ -451,6 +454,7 @@ class QuantizedModel:
         if written is not None and not written.fits(first):
             file = written = None
         deploy = None if qdq_file(listed) is not None else deploy
+        runs_before = self.handed_in if data is None else before if callable(before) else None
         measured = measure(
             *prepared.compared_models(self.qparams, deploy=deploy is not None),
             batches,
@@ -458,7 +462,7 @@ class QuantizedModel:
             metric=metric,
             sample_count=prepared.sample_count,
             written=written.run if written is not None else None,
-            before=before if callable(before) else None,
+            before=runs_before,
         )
         if isinstance(before, float) and measured.metric is not None:
             measured = replace(measured, metric=(before, measured.metric[1]))
@@ -466,6 +470,9 @@ class QuantizedModel:
         layers_of = deploy.name if deploy is not None else SIMULATION
         of = file.name if file is not None else layers_of
         content = report_content(subject, measured, files=listed, measured_on=on, outputs_of=of, layers_of=layers_of)
+        by_kept = self.handed_in is not None and runs_before is None and metric is None
+        verdict = self.verdict if by_kept else measured.verdict(of, is_trained=runs_before is not None)
+        content = replace(content, verdict=verdict)
         return MeasuredReport(content=content, measured=measured)
 
     def _report_subject(self, listed: list[Path]) -> ReportSubject:

@@ -110,13 +110,15 @@ class TorchPreparation(PreparedForOnnx):
 
     def layers_called_once(self, arguments: Arguments) -> Collection[str]:
         """The layers that a forward certainly calls once: those of the program, with arguments like those captured."""
-        if self.traced.program is None:
-            return ()
-        example = self.traced.inputs.args, self.traced.inputs.kwargs
-        given, expected = (pytree.tree_flatten(each) for each in (arguments, example))
-        if given[1] != expected[1] or not all(map(_is_like, given[0], expected[0])):
+        if self.traced.program is None or not self.is_like_example(arguments):
             return ()
         return {name for name, facts in self.traced.layers.items() if facts.calls == 1}
+
+    def is_like_example(self, arguments: Arguments) -> bool:
+        """Whether a forward cannot tell arguments from those captured before it computes with them."""
+        example = self.traced.inputs.args, self.traced.inputs.kwargs
+        given, expected = (pytree.tree_flatten(each) for each in (arguments, example))
+        return given[1] == expected[1] and all(map(_is_like, given[0], expected[0]))
 
     def quantized_copy(self, *, is_private: bool = False) -> nn.Module:
         """A copy of the folded model with fake-quantized weights.

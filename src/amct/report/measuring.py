@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
 from amct.model.quant_json import Measurement, MetricValues
-from amct.model.verdict import judge
+from amct.model.verdict import HANDED_IN, judge
 from amct.numerics.similarity import BoxMatching, Comparison
 
 if TYPE_CHECKING:
@@ -54,10 +54,15 @@ class Measured:
     metric_name: str = ""
     batches: int = 0
 
-    def verdict(self, of: str) -> Verdict | None:
-        """The judgement of what was measured; ``of`` is what the outputs were measured of."""
+    def verdict(self, of: str, *, is_trained: bool = False) -> Verdict | None:
+        """The judgement of what was measured; ``of`` is what the outputs were measured of.
+
+        ``is_trained``: The outputs were compared with those of the float model that was handed in for training.
+        """
         layers = ((name, compared.sqnr) for name, compared in self.layers.items())
         found = judge([output.sqnr for output in self.outputs], self.metric, layers, self.boxes)
+        if found is not None and is_trained and self.metric is None:
+            found = replace(found, reasons=(*found.reasons, f"compared with {HANDED_IN}"))
         return None if found is None else replace(found, of=of)
 
     def as_boxes(self) -> Measured:

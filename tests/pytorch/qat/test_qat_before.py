@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import pickle
 import re
 
@@ -56,7 +57,7 @@ def test_the_metric_before_is_that_of_the_model_that_was_handed_in(model, tmp_pa
     made = trained(model)
     found, page = metric_before(made, tmp_path)
     assert found == pytest.approx(expected, abs=2e-3)
-    assert "that of the float model that was handed in" in page
+    assert "Outputs and metric before are those of the float model that was handed in" in page
     assert not model.training
 
 
@@ -78,16 +79,70 @@ def test_a_model_that_is_gone_is_said(model, tmp_path, caplog):
 
 
 def test_the_summary_compares_with_the_outputs_that_were_kept(model):
-    line = r"outputs at an SQNR of (-?[\d.]+) dB from those of the float model that was handed in \(on 4 samples\)"
+    line = r"verdict .*SQNR is (-?[\d.]+) dB.*compared with the float model that was handed in \(the simulation\)"
     start = amct.pytorch.prepare_qat(model, DATA)
     near = float(re.search(line, start.summary())[1])
     made = trained(model)
     for each in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert float(re.search(line, each.summary())[1]) < near - 20
+    assert float(re.search(line, made.summary())[1]) == pytest.approx(distance(model, made), abs=0.06)
+    assert made.summary().splitlines()[-4].startswith("verdict Broken")
+
+
+def distance(model, made, batch=DATA[0]):
+    """The SQNR of both models' outputs in dB."""
     with torch.no_grad():
-        expected, got = model(DATA[0]), made(DATA[0])
-    exact = 10 * torch.log10(expected.square().sum() / (expected - got).square().sum())
-    assert float(re.search(line, made.summary())[1]) == pytest.approx(float(exact), abs=0.06)
+        expected, got = model(batch).double(), made(batch).double()
+    return float(10 * torch.log10(expected.square().sum() / (expected - got).square().sum()))
+
+
+def test_files_are_judged_by_the_outputs_that_were_kept(model, tmp_path, caplog):
+    made = trained(copy.deepcopy(model))
+    gc.collect()
+    paths = made.save(tmp_path / "net")
+    document = json.loads((tmp_path / "net_quant.json").read_text())
+    found = distance(model, made)
+    assert document["verdict"]["level"] == "broken"
+    assert "to the float model that was handed in" in document["verdict"]["reasons"][0]
+    checks = [entry["check"] for entry in document["files"].values() if entry.get("check")]
+    assert len(checks) == 3
+    for check in checks:
+        assert check["handed_in_sqnr"] == pytest.approx(found, abs=0.1)
+        assert check["sqnr"] > 20, "that to the trained weights without quantizers tells whether the file is right"
+    warned = next(each for each in caplog.records if each.message.startswith("verdict Broken"))
+    assert warned.levelname == "WARNING"
+    assert "report(path, data, metric)" in warned.message
+    assert made.quantized().verdict.level == "broken"
+    page = made.report(tmp_path / "report.html", DATA, files=paths).read_text()
+    assert "The verdict compares with outputs of the float model that was handed in" in page
+    assert 'id="verdict" class="broken"' in page
+
+
+def test_training_that_did_no_harm_is_good_everywhere(model, tmp_path):
+    made = amct.pytorch.prepare_qat(model, DATA).eval()
+    made.save(tmp_path / "net", batch_size=2)
+    made.save(tmp_path / "net")
+    assert json.loads((tmp_path / "net_quant.json").read_text())["verdict"]["level"] == "good"
+    for data in (None, DATA):
+        page = made.report(tmp_path / "report.html", data).read_text()
+        assert 'id="verdict" class="good"' in page
+        assert "compared with the float model that was handed in" in page
+
+
+class FixedNet(Net):
+    def forward(self, x):
+        return super().forward(x.reshape(100, 3, 8, 8))
+
+
+def test_a_model_of_a_fixed_batch_larger_than_what_is_kept_is_judged_by_all_of_it(tmp_path):
+    model = FixedNet().eval()
+    batch = torch.rand(100, 3, 8, 8)
+    made = amct.pytorch.prepare_qat(model, [batch])
+    with torch.no_grad():
+        made.second.bias += 10.0
+    made.eval().save(tmp_path / "net", formats=["fake_quant"])
+    check = json.loads((tmp_path / "net_quant.json").read_text())["files"]["net_fake_quant_model.onnx"]["check"]
+    assert check["handed_in_sqnr"] == pytest.approx(distance(model, made, batch), abs=0.01)
 
 
 def test_a_metric_that_was_measured_before_training_needs_no_float_model(model, tmp_path, caplog):

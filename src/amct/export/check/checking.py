@@ -32,6 +32,7 @@ from amct.export.check.losses import (
     expected_loss,
     fewest_batches,
     is_worse,
+    judged_by,
     lost,
     needs_action,
     outcome,
@@ -271,7 +272,8 @@ class OnnxCheck:
 
     def _compared(self, file: FileToCheck, outputs: Sequence[Mapping[str, NDArray[Any]]]) -> FileCheck:
         origin = self.reference.origin if len(outputs) == 1 else f"{len(outputs)} calibration batches"
-        return compared(file.target, origin, self._batches_for(file), outputs)
+        result = compared(file.target, origin, self._batches_for(file), outputs)
+        return judged_by(result, by_name(self.reference.handed_in, self._float_outputs), outputs[0])
 
     def _timed(self, file: FileToCheck, measured: FileCheck, loaded: LoadedModel | None) -> FileCheck:
         """With the speed of a QDQ file; a file slower than float is reported."""

@@ -96,6 +96,7 @@ class Reference:
         expected: The floating-point outputs of the float model in the order of the ONNX files, with their names where
             the front door has names; None: the float ONNX model gives them.
         simulated: Those of the simulation; None: the fake-quant form of the float ONNX model gives them.
+        handed_in: Those of the model that was handed in for training, which the verdict rests on; None: ``expected``.
         further: More batches of the same shapes, on which QDQ files run too: a single sample may hide a loss.
         seconds: The CPU time of the job so far: of a short one the check takes fewer batches and fewer timed runs.
     """
@@ -104,6 +105,7 @@ class Reference:
     origin: str
     expected: Outputs | None = None
     simulated: Outputs | None = None
+    handed_in: Outputs | None = None
     further: tuple[Reference, ...] = ()
     seconds: float = math.inf
 
@@ -393,6 +395,15 @@ def outcome(
         sqnr=_finite(similarity.sqnr),
         simulation_sqnr=None if simulated is None else _finite(simulated.sqnr),
     )
+
+
+def judged_by(check: FileCheck, handed_in: OutputsByName | None, got: OutputsByName) -> FileCheck:
+    """A check whose verdict rests on the outputs of the model that was handed in for training, if they are known."""
+    similarity = None if handed_in is None else output_similarity(handed_in, got)[0]
+    judged = None if similarity is None else judge([similarity.sqnr])
+    if similarity is None or judged is None or check.sqnr is None:
+        return check
+    return replace(check, handed_in_sqnr=_finite(similarity.sqnr), verdict=judged.level)
 
 
 def _finite(value: float) -> float | None:

@@ -20,6 +20,8 @@ from amct.calibration.session import HIDDEN, INPUT, Stream
 from amct.config.plan import OPEN_ENDED, say_fixed_min
 from amct.config.python_config import retrain_plan_of
 from amct.errors import ArgumentError, ArgumentTypeError, ModelError
+from amct.export.check.batch import MOST_SAMPLES as CHECKED
+from amct.export.check.batch import first_samples
 from amct.export.request import Target
 from amct.numerics.adaround.scale import least_error_scale
 from amct.numerics.ifmr import IfmrObserver
@@ -110,7 +112,8 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     traced = trace_for_files(plain, (*example[0], example[1]), io=options)
     plan = retrain_plan_of(config, traced.config_layers())
     trainable = build(traced, plan, weight_bits={8: 7} if target == Target.PORTABLE.value else {})
-    with_state(trainable, all_layers=True, any_batch=bool(traced.names.axes))
+    any_batch = bool(traced.names.axes)
+    with_state(trainable, all_layers=True, any_batch=any_batch)
     put_sparse(trainable, masks)
     start_weights(trainable)
     start, count = start_activations(trainable, calibration)
@@ -119,7 +122,7 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     if target != Target.EXACT8.value:
         start |= train_placement(trainable, trainable.preparation(example, options), calibration)
     teachers = () if teacher is None else (copy_model(unwrap(teacher)).requires_grad_(requires_grad=False),)
-    kept = kept_batch(example) or example
+    kept = kept_batch(example, trainable._qat) or example
     if freeze_norms:
         keep_statistics(trainable)
     known = None
@@ -134,7 +137,7 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
         teacher=teachers,
         target=target,
         freeze_norms=freeze_norms,
-        original=Original.of(model, kept),
+        original=Original.of(model, first_samples(kept, most=CHECKED) if any_batch else kept),
         metric_before=known,
         teaches_itself=teacher is model,
     )

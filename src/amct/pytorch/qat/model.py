@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import types
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -57,7 +56,8 @@ logger = logging.getLogger(__name__)
 MOST_SAMPLES = 64
 """Samples of a batch that the model keeps: to be traced with, and to observe the tensors between layers."""
 _LARGEST_BYTES = 1 << 26
-BEFORE = "The metric before is that of the float model that was handed in, on the same data."
+BEFORE = "Outputs and metric before are those of the float model that was handed in, on the same data."
+KEPT = "The verdict compares with outputs of the float model that was handed in, which were kept before training."
 AT_PREPARATION = "The metric before is that of the float model that was handed in, measured then on {}."
 WITHOUT_QUANTIZERS = (
     "The metric before is that of the trained weights without quantizers: the float model that was handed in is gone, "
@@ -130,7 +130,7 @@ class QatModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  the user's own forward
         """The user's forward; a batch in eval mode is kept, to observe the tensors between layers when saving."""
         if not self.training and not torch.compiler.is_compiling() and self._qat.seen is None:
-            self._qat.seen = kept_batch((args, kwargs))
+            self._qat.seen = kept_batch((args, kwargs), self._qat)
         if not has_operations(self):
             return super().forward(*args, **kwargs)
         args, kwargs = quantized_inputs(self, (args, kwargs))
@@ -190,7 +190,13 @@ class QatModel(nn.Module):
         preparation = self.preparation(example, state.io)
         tensors = tensors_between_layers(self, preparation, [example] if batches is None else batches)
         layers = trained_layers(preparation, self, tensors)
-        return QuantizedModel(preparation, layers, tensors, [example], calibration=state.calibration)
+        original = state.original
+        if original is not None and not (preparation.any_batch_size or preparation.is_like_example(original.batch)):
+            original = None
+        examples = [example if original is None else original.batch]
+        found = QuantizedModel(preparation, layers, tensors, examples, calibration=state.calibration)
+        found.handed_in = None if original is None else original.kept
+        return found
 
     def preparation(self, example: Arguments, io: IoOptions) -> TorchPreparation:
         """The folded model with the trained integers, as exports read it.
@@ -222,12 +228,6 @@ class QatModel(nn.Module):
             for clips in self._clips()
             if clips.before
         ]
-        original = self._qat.original
-        distance = None if original is None else original.distance(self)
-        if original is not None and distance is not None:
-            samples = batch_size(original.batch)[0]
-            moved = "equal to" if distance == math.inf else f"at an SQNR of {distance:.1f} dB from"
-            text += f"\noutputs {moved} those of the float model that was handed in (on {counted(samples, 'sample')})"
         if self._qat.metric_before is not None:
             text += f"\n{self._qat.metric_before}"
         return "\n".join([text, "clips of activations, before training -> now:", *rows]) if rows else text
@@ -272,17 +272,19 @@ class QatModel(nn.Module):
 
         ``losses`` are those of the training steps or epochs, in order.
         """
-        before, text = self._metric_before(metric) if metric is not None else (None, "")
+        before, text = self._before(metric)
         training = TrainingContent(
             before=text, losses=tuple(float(loss) for loss in losses), clips=tuple(self._clips())
         )
         return self.quantized().report(path, data, metric, inputs=inputs, files=files, training=training, before=before)
 
-    def _metric_before(self, metric: Metric) -> tuple[Callable[[Arguments], ModelOutput] | float | None, str]:
-        """How a report gets the metric before training, and what it says of it."""
+    def _before(self, metric: Metric | None) -> tuple[Callable[[Arguments], ModelOutput] | float | None, str]:
+        """How a report gets outputs and metric before training, and what it says of them."""
         runner, known = self._float_runner(), self._qat.metric_before
         if runner is not None:
             return runner, BEFORE
+        if metric is None:
+            return None, KEPT if self._qat.original is not None else ""
         if known is not None and known.name == metric_name(metric):
             return known.float_model, AT_PREPARATION.format(counted(known.batches, "batch"))
         logger.warning("%s", WITHOUT_QUANTIZERS)
@@ -395,9 +397,10 @@ def as_qat_model(model: nn.Module, state: QatState) -> QatModel:
     return model
 
 
-def kept_batch(arguments: Arguments) -> Arguments | None:
-    """A copy of the first samples of a batch; None if it is too large to keep."""
-    small = first_samples(arguments, most=MOST_SAMPLES)
+def kept_batch(arguments: Arguments, state: QatState) -> Arguments | None:
+    """A copy of the first samples of a batch, of all where their number may not vary; None if it is too large."""
+    is_fixed = state.all_layers and not state.any_batch
+    small = first_samples(arguments, most=None if is_fixed else MOST_SAMPLES)
     return copied(small) if batch_size(small)[1] <= _LARGEST_BYTES else None
 
 

@@ -8,22 +8,21 @@ while it lives and is unchanged.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from amct.export.check.losses import similarity_over
 from amct.printable import counted
-from amct.pytorch.inputs import samples_in, tensors_in
+from amct.pytorch.inputs import samples_in
 from amct.pytorch.layer_hooks import torch_output
-from amct.pytorch.user_model import as_array, copy_model
+from amct.pytorch.user_model import copy_model
 from amct.report.filling import metric_figure
 from amct.report.measuring import Measuring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from amct.pipeline.batches import Batches
     from amct.pipeline.door import ModelOutput
@@ -37,13 +36,13 @@ class Original:
 
     Attributes:
         batch: Arguments of one forward.
-        outputs: The floating-point tensors that it returned for them.
+        outputs: What it returned for them.
         model: The model; None when it is gone, or was not copied with a pickle.
         state: Of each of its tensors: which one it is, and how often it was changed.
     """
 
     batch: Arguments
-    outputs: Sequence[Tensor]
+    outputs: ModelOutput
     model: weakref.ref[nn.Module] | None
     state: object
 
@@ -52,9 +51,9 @@ class Original:
         """Run a model on a batch; it is not changed."""
         args, kwargs = batch
         with torch.no_grad():
-            result = copy_model(model, share_tensors=True).eval()(*args, **kwargs)
-        outputs = [tensor.detach().cpu() for tensor in tensors_in(result) if tensor.is_floating_point()]
-        return cls(batch, outputs, weakref.ref(model), _state(model))
+            result = torch_output(copy_model(model, share_tensors=True).eval()(*args, **kwargs))
+        tensors = [(name, tensor.detach().cpu().clone()) for name, tensor in result.tensors]
+        return cls(batch, replace(result, value=None, tensors=tensors), weakref.ref(model), _state(model))
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickle has the outputs only."""
@@ -63,30 +62,16 @@ class Original:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
+    def kept(self, _: Arguments) -> ModelOutput:
+        """What it returned for its batch."""
+        return self.outputs
+
     def runner(self) -> Callable[[Arguments], ModelOutput] | None:
         """Runs the model, if it lives and has the values that it was handed in with."""
         model = None if self.model is None else self.model()
         if model is None or _state(model) != self.state:
             return None
         return runner_of(model)
-
-    def distance(self, model: nn.Module) -> float | None:
-        """The SQNR in dB of another model's outputs to the kept ones; None if they cannot be compared."""
-        args, kwargs = self.batch
-        was_training = model.training
-        try:
-            with torch.no_grad():
-                result = model.eval()(*args, **kwargs)
-        finally:
-            model.train(was_training)
-        found = [tensor.detach().cpu() for tensor in tensors_in(result) if tensor.is_floating_point()]
-        if [tensor.shape for tensor in found] != [tensor.shape for tensor in self.outputs]:
-            return None
-        named = ({str(number): as_array(each) for number, each in enumerate(own)} for own in (self.outputs, found))
-        similarity, _ = similarity_over([(next(named), next(named))])
-        if similarity is None:
-            return None
-        return similarity.sqnr
 
 
 @dataclass(frozen=True, kw_only=True)
