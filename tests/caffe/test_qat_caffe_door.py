@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from qat_caffe_flow import Retraining, write_digits
 
@@ -55,6 +56,39 @@ def test_in_one_call(arguments, tmp_path):
     assert '<section id="training">' in page
     assert "Loss, 12 values" in page
     assert not (tmp_path / "amct_log").exists()
+    before, after = retraining.scores_before["accuracy"], retraining.scores_after["accuracy"]
+    lost = max(0.0, (before - after) / before)
+    expected = next(level for limit, level in ((0.01, "good"), (0.025, "acceptable"), (0.05, "poor")) if lost <= limit)
+    assert retraining.verdict.level == expected
+    document = json.loads(Path("out/net_quant.json").read_text())
+    assert (document["verdict"]["level"], document["measured"]["metric"]["quantized"]) == (expected, after)
+
+
+def test_training_that_spoils_the_net_is_judged_by_the_float_model(arguments, tmp_path, caplog):
+    """Beside its own weights without quantizers a spoilt net would be good."""
+    model, weights, solver = arguments
+    wild = tmp_path / "wild.prototxt"
+    text = solver.read_text().replace("base_lr: 0.01", "base_lr: 0.3")
+    wild.write_text(text.replace("max_iter: 12", "max_iter: 3").replace("test_interval: 5", "test_interval: 3"))
+    retraining = amct.caffe.prepare_qat(model, weights, wild, folder="work").train()
+    files = retraining.save("out/net")
+    check = json.loads(Path("out/net_quant.json").read_text())["files"]["net_qdq_model.onnx"]["check"]
+    assert check["sqnr"] > 20
+    assert check["handed_in_sqnr"] == pytest.approx(distance(model, weights), abs=0.5)
+    assert retraining.verdict.level in ("poor", "broken")
+    assert any(each.levelname == "WARNING" and "whether for the better" in each.message for each in caplog.records)
+    page = retraining.report("out/report.html", files).read_text()
+    assert "those of the float model that was handed in" in page
+    lost = 1 - retraining.scores_after["accuracy"] / retraining.scores_before["accuracy"]
+    assert retraining.verdict.reasons[0] == f"the metric loses {lost:.2%} of its value"
+
+
+def distance(model, weights):
+    """The SQNR of the scores of the trained net, with its quantizers, to those of the float net, on one picture."""
+    float_net = caffe.Net(str(model), str(weights), caffe.TEST)
+    trained = caffe.Net("out/net_fake_quant_model.prototxt", "out/net_fake_quant_weights.caffemodel", caffe.TEST)
+    expected, got = (np.array(net.forward() and net.blobs["fc"].data[:1], float) for net in (float_net, trained))
+    return 10 * np.log10((expected**2).sum() / ((expected - got) ** 2).sum())
 
 
 def test_solver_is_adapted(arguments):
@@ -122,6 +156,7 @@ def test_command(arguments, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "accuracy: 0." in output
     assert "written: out/net_report.html" in output
+    assert output.splitlines()[-1].startswith("verdict: ")
     assert (tmp_path / "out" / "net_retrain" / "retrain_iter_5.solverstate").is_file()
 
 

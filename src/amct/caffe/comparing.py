@@ -7,6 +7,7 @@ layer into which others are folded takes the output name of the last of them.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections import Counter
@@ -243,16 +244,21 @@ class ComparedNet:
         net = self._side.build([blob for _, blob in (*results, *given)])
 
         def run(batch: Batch) -> ModelOutput:
-            value = run_net(net, batch)
+            found = _output_of(net, batch)
             for layer, blob in results:
                 assert outputs is not None
                 outputs(layer, net.blob(blob).tensor)
             for key, blob in given:
                 assert inputs is not None
                 inputs(key, net.blob(blob).tensor)
-            return ModelOutput(value=value, tensors=[(name, torch.from_numpy(array)) for name, array in value.items()])
+            return found
 
         yield run
+
+
+def _output_of(net: Net, batch: Batch) -> ModelOutput:
+    value = run_net(net, batch)
+    return ModelOutput(value=value, tensors=[(name, torch.from_numpy(array)) for name, array in value.items()])
 
 
 def compared_nets(reference: Side, quantized: Side) -> tuple[ComparedNet, ComparedNet]:
@@ -282,8 +288,9 @@ def measure_nets(
     statistics: Mapping[str, InputStatistics] | None = None,
     metric: Metric | None = None,
     inputs: BatchInputs | None = None,
+    before: Net | None = None,
 ) -> Measured:
-    """Run both nets on data; arguments are those of ``amct.pipeline.compare.measure``.
+    """Run both nets on data; arguments are those of ``amct.pipeline.compare.measure``, ``before`` is a net.
 
     Raises:
         ModelError: They are not the same net.
@@ -296,6 +303,7 @@ def measure_nets(
         statistics=statistics,
         metric=metric,
         sample_count=lambda _, batch: sample_count(batch),
+        before=None if before is None else functools.partial(_output_of, before),
     )
     if not measured.layers:
         raise ModelError("float_model and quantized_model are not the same net: no layer makes outputs of one shape")

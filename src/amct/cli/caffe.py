@@ -18,6 +18,7 @@ from amct.cli.own_layers import takes_own_layers
 from amct.cli.printing import show
 from amct.errors import AmctError, ArgumentError, FileError, TrainingError
 from amct.log import few_lines
+from amct.model.verdict import NOT_JUDGED
 
 if TYPE_CHECKING:
     import signal
@@ -137,6 +138,7 @@ def retrain(  # noqa: PLR0913 - a command's options are its arguments
         show(f"{name}: {prepared.scores_before[name]:.4g} before, {after:.4g} after")
     for path in (*files, report):
         show(f"written: {path}")
+    show(f"verdict: {prepared.verdict or NOT_JUDGED}")
     return 0
 
 

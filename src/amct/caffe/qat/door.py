@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,16 +19,16 @@ from amct.caffe.engine.net import Net
 from amct.caffe.engine.solvers.definition import read_solver
 from amct.caffe.engine.solvers.snapshot import snapshot_names
 from amct.caffe.engine.solvers.solver import EngineSolver, evaluate
+from amct.caffe.model import read_retrained_model
 from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_config, write_retrain_model
 from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
 from amct.caffe.reporting import fused_notes, report_layers
-from amct.errors import ArgumentError, ArgumentTypeError, TrainingError
+from amct.errors import ArgumentError, ArgumentTypeError, FileError, TrainingError
 from amct.export.request import RECORD, SavePath, SaveRequest
 from amct.log import bar
 from amct.model import Skip
-from amct.report.content import Figure, TrainedClips, TrainingContent
-from amct.report.filling import ReportSubject, report_content
-from amct.report.page import write_page
+from amct.report.content import SIMULATION, Figure, TrainedClips, TrainingContent
+from amct.report.filling import ReportSubject, note_measurement, report_content, write_report
 from amct.schema import format_text
 
 if TYPE_CHECKING:
@@ -39,9 +40,13 @@ if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.save import Inference
     from amct.caffe.qat.save import TrainedResults
+    from amct.model.verdict import Verdict
+
+logger = logging.getLogger(__name__)
 
 FORMATS = ("fake_quant", "deploy", "qdq")
 REPORT_BATCHES = 2
+BEFORE = "Outputs and scores before are those of the float model that was handed in, on the net's own data."
 _NETS = ("net", "net_param", "train_net", "train_net_param", "test_net", "test_net_param", "weights")
 
 
@@ -144,6 +149,8 @@ class CaffeRetraining:
         stopped_early: Whether ``train`` ended on a stop request.
         scores_before: The mean outputs of the float model in the TEST phase, by name, once trained.
         scores_after: Those of the fake-quant model, once saved.
+        verdict: The judgement beside the float model, once saved; after a report by the accuracy of the TEST phase, if
+            it has one.
     """
 
     def __init__(
@@ -160,6 +167,7 @@ class CaffeRetraining:
         self.stopped_early = False
         self.scores_before: dict[str, float] = {}
         self.scores_after: dict[str, float] = {}
+        self.verdict: Verdict | None = None
         self._source = source
         self._custom_proto, self._allow_python = custom_proto, allow_python
         self._first_clips: dict[str, tuple[float, float]] = {}
@@ -242,14 +250,24 @@ class CaffeRetraining:
         """
         trained = Trained.read(self.folder / "modified_model.prototxt", self.snapshot, self._custom_proto)
         record = self.folder / "record.txt"
-        self._trained = trained_results(trained, retrain_plan(self.folder / "config.json", trained.model), record)
+        plan = retrain_plan(self.folder / "config.json", trained.model)
+        self._trained = trained_results(trained, plan, record, self._handed_in())
         where = SavePath.parse(path)
         request = SaveRequest(where=where, formats=(*formats, RECORD), options=TRAINED_AS_IT_IS, record_file=record)
         written = save_trained(self._trained, request)
         if "fake_quant" in formats:
             pair = where.file("fake_quant_model.prototxt"), where.file("fake_quant_weights.caffemodel")
             self.scores_after = self._scores(*pair)
-        return written
+        self.verdict = written.verdict
+        return written.paths
+
+    def _handed_in(self) -> CaffeModel | None:
+        """The float model as its files have it; None: they are gone, and the trained weights must do."""
+        try:
+            return read_retrained_model(*self._source, self._custom_proto)
+        except FileError as error:
+            logger.warning("%s; the verdict compares with the trained weights without quantizers", error)
+            return None
 
     def report(self, path: AnyPath, files: Iterable[AnyPath] = ()) -> Path:
         """Write an HTML report: scores before and after, the loss curve, the clips, and what each layer lost.
@@ -272,11 +290,26 @@ class CaffeRetraining:
             config=results.config,
         )
         data = _own_data(self._trained.results.folded_model, self._trained.inference)
-        measured = measure_nets(results.folded_model, fake, data, statistics=subject.statistics())
-        content = report_content(subject, measured, files=files)
-        figures = (*self._figures(), *content.figures)
-        write_page(target, replace(content, figures=figures, training=self._training()))
+        original, listed = self._trained.handed_in, [Path(file) for file in files]
+        before = None if original is None else original.build(())
+        measured = measure_nets(results.folded_model, fake, data, statistics=subject.statistics(), before=before)
+        content = report_content(subject, measured, files=listed)
+        judged = replace(measured, **self._metric())
+        self.verdict = judged.verdict(SIMULATION, is_trained=original is not None) or self.verdict
+        figures, training = (*self._figures(), *content.figures), self._training(BEFORE if original else "")
+        write_report(target, replace(content, verdict=self.verdict, figures=figures, training=training), listed)
+        note_measurement(judged, SIMULATION, self.verdict, listed)
         return target
+
+    def _metric(self) -> dict[str, Any]:
+        """The first accuracy of the TEST phase as the metric of a measurement; nothing without one."""
+        assert self._trained is not None
+        layers = self._trained.notes.original.layers
+        names = [layer.top[0] for layer in layers if layer.type == "Accuracy" and layer.top]
+        known = next((name for name in names if name in self.scores_before and name in self.scores_after), None)
+        if known is None:
+            return {}
+        return {"metric": (self.scores_before[known], self.scores_after[known]), "metric_name": known}
 
     def _figures(self) -> list[Figure]:
         names = [name for name in self.scores_before if name in self.scores_after]
@@ -285,7 +318,7 @@ class CaffeRetraining:
             for name in names
         ]
 
-    def _training(self) -> TrainingContent:
+    def _training(self, before: str) -> TrainingContent:
         assert self._trained is not None
         model = Trained.read(self.folder / "modified_model.prototxt", self.snapshot, self._custom_proto)
         clips = [
@@ -297,7 +330,7 @@ class CaffeRetraining:
             for layer in model.retrained
             if layer.type == "RetrainDataQuant"
         ]
-        return TrainingContent(losses=tuple(self.losses), clips=tuple(clips))
+        return TrainingContent(before=before, losses=tuple(self.losses), clips=tuple(clips))
 
 
 def _own_data(model: CaffeModel, inference: Inference) -> list[dict[str, Any]]:

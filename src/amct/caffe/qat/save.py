@@ -16,7 +16,7 @@ from amct.caffe.engine.layer import find_layer_class
 from amct.caffe.engine.layers.losses import LossLayer
 from amct.caffe.engine.layers.retrain import RETRAIN_TYPES, clip_factors
 from amct.caffe.engine.messages import new_message
-from amct.caffe.model import CaffeModel, blob_shapes, read_retrained_model
+from amct.caffe.model import CaffeModel, blob_shapes, read_retrained_model, run_net
 from amct.caffe.prototxt import remove_in_place
 from amct.caffe.ptq.checking import reference_beside, reference_on
 from amct.caffe.ptq.deploy import Results
@@ -27,7 +27,7 @@ from amct.caffe.ptq.save import CaffeFiles, Inference, SaveNotes
 from amct.config.plan import config_text
 from amct.errors import AmctError, ModelError, RecordError
 from amct.export.request import ExportOptions, Placement, SaveRequest, Target
-from amct.export.saving import save_files
+from amct.export.saving import Saved, save_files
 from amct.numerics.qparams import LayerQParams, QParams
 from amct.numerics.settings import ArqSettings
 from amct.printable import counted
@@ -150,20 +150,25 @@ class TrainedResults:
         results: The model of the TEST phase with its own data and losses.
         notes: Further content of ``quant.json``.
         inference: Its form without data and losses, or why there is none.
+        handed_in: The same form of the float model that was handed in, where it is known.
     """
 
     results: Results
     notes: SaveNotes
     inference: Inference | str
+    handed_in: CaffeModel | None = None
 
 
-def trained_results(trained: Trained, plan: RetrainPlan, record_file: Path | None) -> TrainedResults:
+def trained_results(
+    trained: Trained, plan: RetrainPlan, record_file: Path | None, handed_in: CaffeModel | None = None
+) -> TrainedResults:
     """Fold a trained model and compute its integers.
 
     Args:
         trained: The model.
         plan: Its plan.
         record_file: The record that the TEST phase wrote, to be compared; None: it is not.
+        handed_in: The TEST phase of the float model that was handed in, by which the ONNX files are judged.
 
     Raises:
         RecordError: The record file lacks factors.
@@ -180,24 +185,34 @@ def trained_results(trained: Trained, plan: RetrainPlan, record_file: Path | Non
     not_quantized = {
         layer.name: reasons.get(layer.name, "not retrained") for layer in folded.layers if layer.name not in layers
     }
-    return TrainedResults(
+    result = TrainedResults(
         results=Results(folded, weights, layers, config=config),
         notes=SaveNotes(original=trained.model, fusion=fusion, not_quantized=not_quantized),
         inference=_inference(folded, weights, layers, config),
     )
+    return result if handed_in is None else _judged(result, handed_in)
 
 
-def save_trained(trained: TrainedResults, request: SaveRequest) -> list[Path]:
-    """Write the files of a trained model; returns their paths.
+def _judged(trained: TrainedResults, handed_in: CaffeModel) -> TrainedResults:
+    """The same with what the model that was handed in returns for the inputs of the reference."""
+    inference = trained.inference
+    if isinstance(inference, str) or inference.reference is None:
+        return trained
+    original = inference_model(handed_in)
+    outputs = list(run_net(original.build(()), inference.reference.inputs).items())
+    inference = replace(inference, reference=replace(inference.reference, handed_in=outputs))
+    return replace(trained, inference=inference, handed_in=original)
+
+
+def save_trained(trained: TrainedResults, request: SaveRequest) -> Saved:
+    """Write the files of a trained model.
 
     Raises:
         FileError: A file cannot be read or written.
     """
     results = trained.results
     reference = _pair_reference(results, request.record_file)
-    return save_files(
-        CaffeFiles(request, results, trained.notes, reference=reference, inference=trained.inference)
-    ).paths
+    return save_files(CaffeFiles(request, results, trained.notes, reference=reference, inference=trained.inference))
 
 
 def _checked_record(path: Path, trained: Mapping[str, LayerQParams], model: Trained) -> CaffeRecord:
