@@ -328,6 +328,28 @@ def test_losing_more_than_half_of_the_gain_is_said_and_small_changes_are_not(mad
     assert harm(caplog.text) == 1
 
 
+@pytest.mark.parametrize(("told", "best"), [((70, 80, 75, 60), 1), ((70, 69, 68, 67), 0), ((70, 60, 75, 80), 3)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_model_goes_back_to_its_best_after_the_last_epoch(made, caplog, told, best, sign):
+    caplog.set_level("INFO", "amct")
+    model, states = copy.deepcopy(made["cnn", 4][0]), []
+    recipe = model.recipe(images(), steps_per_epoch=2, epochs=3)
+    for number, metric in enumerate(told):
+        for seed in range(2 * (number > 0)):
+            x = images(seed=10 * number + seed)
+            recipe.optimizer.zero_grad()
+            recipe.loss(x, model.train()(x)).backward()
+            recipe.optimizer.step()
+            recipe.schedule.step()
+        states.append(copy.deepcopy(model.state_dict()))
+        recipe.epoch_ended(sign * metric, higher_is_better=sign > 0)
+    differs = [
+        any(not torch.equal(value, state[name]) for name, value in model.state_dict().items()) for state in states
+    ]
+    assert differs == [number != best for number in range(4)]
+    assert ("the model goes back to its best, " in caplog.text) == (best < 3)
+
+
 def test_an_epoch_whose_loss_rises_is_said_without_a_metric(made, caplog):
     model = copy.deepcopy(made["cnn", 4][0]).train()
     recipe = model.recipe(images(), steps_per_epoch=40)

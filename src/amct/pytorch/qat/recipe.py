@@ -7,11 +7,12 @@ its values are. Adam moves a parameter by about its rate in each step: the rate 
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,8 +102,11 @@ class Recipe:
     def epoch_ended(self, metric: float, *, higher_is_better: bool = True) -> bool:
         """Tell what an epoch has reached, or, before the first step, where training starts.
 
+        After the last epoch the model goes back to the best of what was told, so that training does not end worse than
+        it began. A copy of the state of that epoch is kept.
+
         Args:
-            metric: Of the model in eval mode, such as its accuracy.
+            metric: Of the model in eval mode, such as its accuracy, on data that it does not learn from.
             higher_is_better: Whether more is better.
 
         Returns:
@@ -430,6 +434,7 @@ class _Progress:
         self._losses: list[Tensor] = []
         self._epochs = 0
         self._metrics: list[float] = []
+        self._best: dict[str, Any] = {}
         self._said = False
 
     def add_loss(self, loss: Tensor, recipe: Recipe) -> None:
@@ -451,8 +456,14 @@ class _Progress:
     def add_metric(self, metric: float, recipe: Recipe, sign: int) -> bool:
         """Compare with the start, and with the best so far; a change of less than 1 % is none."""
         seen = self._metrics
+        if not seen or sign * metric > max(sign * each for each in seen):
+            self._best = copy.deepcopy(recipe.model.state_dict())
         seen.append(metric)
         gains = [sign * (each - seen[0]) for each in seen]
+        if recipe.schedule.last_epoch >= recipe.epochs * recipe.steps_per_epoch and not gains[-1] >= max(gains):
+            recipe.model.load_state_dict(self._best)
+            best = seen[0] + sign * max(gains)
+            logger.info("the metric is %.4g in the end: the model goes back to its best, %.4g", metric, best)
         least = _SMALL_CHANGE * abs(seen[0])
         if gains[-1] >= -least and gains[-1] >= max(gains) / 2 - least:
             return True
@@ -464,8 +475,8 @@ class _Progress:
             return
         self._said = True
         logger.warning(
-            "%s: training does harm. Go back to the model before it (prepare_qat, or a checkpoint) and take smaller "
-            "steps: recipe(..., pace=%g); a teacher helps too: prepare_qat(..., teacher=float_model)",
+            "%s: training does harm. Begin anew (prepare_qat, or a checkpoint) with smaller steps: "
+            "recipe(..., pace=%g); a teacher helps too: prepare_qat(..., teacher=float_model)",
             what,
             recipe.pace / 4,
         )
