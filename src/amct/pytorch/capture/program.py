@@ -110,6 +110,7 @@ def capture(
             torch.no_grad(),
             uncollected(),
             _VMAP_RECORDED.entered(),
+            _ASSIGNMENTS.entered(),
         ):
             program = torch.export.export(duplicate, args, kwargs, dynamic_shapes=shapes, strict=False)
             rewrite(program)
@@ -131,7 +132,9 @@ def _name_modules_once(program: ExportedProgram, model: nn.Module) -> None:
     readers = {stored[node.name]: node for node in program.graph.nodes if node.name in stored}
     for target, node in readers.items():
         path, _, leaf = target.rpartition(".")
-        node.replace_all_uses_with(readers.get(f"{names.get(path, path)}.{leaf}", node))
+        kept = readers.get(f"{names.get(path, path)}.{leaf}", node)
+        if kept is not node:  # which releases before 2.8 refuse
+            node.replace_all_uses_with(kept)
     for node in program.graph.nodes:
         if stack := node.meta.get("nn_module_stack"):
             node.meta["nn_module_stack"] = {key: (names.get(path, path), kind) for key, (path, kind) in stack.items()}
@@ -206,6 +209,39 @@ class _ProcessWide:
 
 _EAGER_STANCE = _ProcessWide(lambda: torch.compiler.set_stance("force_eager"))
 _VMAP_RECORDED = _ProcessWide(vmap_recorded)
+
+
+@contextmanager
+def _attributes_may_be_assigned() -> Iterator[None]:
+    """What a forward keeps in attributes of the (discarded) copy is no error, as releases before 2.8 have it."""
+    if TorchVersion(torch.__version__) >= "2.8":
+        yield
+        return
+    from torch._functorch import aot_autograd
+    from torch.export import _trace
+
+    places: tuple[Any, ...] = (aot_autograd, _trace)
+    check = places[0]._detect_attribute_assignment
+
+    @contextmanager
+    def restored(module: nn.Module) -> Iterator[None]:
+        try:
+            with check(module):
+                yield
+        except ValueError as error:
+            if "assigned during export" not in str(error):
+                raise
+
+    for place in places:
+        place._detect_attribute_assignment = restored
+    try:
+        yield
+    finally:
+        for place in places:
+            place._detect_attribute_assignment = check
+
+
+_ASSIGNMENTS = _ProcessWide(_attributes_may_be_assigned)
 
 
 def uncompiled() -> AbstractContextManager[None]:
