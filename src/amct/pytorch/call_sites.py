@@ -341,11 +341,48 @@ def on_all_values(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 @contextmanager
-def vmap_recorded() -> Iterator[None]:
-    """A context in which programs with ``torch.vmap`` can be captured; other calls of it are as ever.
+def mended() -> Iterator[None]:
+    """A context in which older releases capture what newer ones do.
 
     It changes torch for all threads, so that only one may enter it at a time.
     """
+    with _attributes_assigned(), _vmap_recorded():
+        yield
+
+
+@contextmanager
+def _attributes_assigned() -> Iterator[None]:
+    """A context in which models whose forward sets attributes can be captured, which releases before 2.8 refuse."""
+    if TorchVersion(torch.__version__) >= "2.8":
+        yield
+        return
+    from torch._functorch import aot_autograd
+    from torch.export import _trace
+
+    places: tuple[Any, ...] = (aot_autograd, _trace)
+    check = places[0]._detect_attribute_assignment
+
+    @contextmanager
+    def restored(module: nn.Module) -> Iterator[None]:
+        try:
+            with check(module):
+                yield
+        except ValueError as error:
+            if "assigned during export" not in str(error):
+                raise
+
+    for place in places:
+        place._detect_attribute_assignment = restored
+    try:
+        yield
+    finally:
+        for place in places:
+            place._detect_attribute_assignment = check
+
+
+@contextmanager
+def _vmap_recorded() -> Iterator[None]:
+    """A context in which programs with ``torch.vmap`` can be captured; other calls of it are as ever."""
     if _RECORDED_BY_TORCH:
         yield
         return

@@ -31,7 +31,7 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from amct.memory import uncollected
-from amct.pytorch.call_sites import vmap_recorded
+from amct.pytorch.call_sites import mended
 from amct.pytorch.capture.layer_types import setting_problem
 from amct.pytorch.inputs import return_tensors
 from amct.pytorch.user_model import copy_model
@@ -109,8 +109,7 @@ def capture(
             torch.random.fork_rng(devices=[]),
             torch.no_grad(),
             uncollected(),
-            _VMAP_RECORDED.entered(),
-            _ASSIGNMENTS.entered(),
+            _MENDED.entered(),
         ):
             program = torch.export.export(duplicate, args, kwargs, dynamic_shapes=shapes, strict=False)
             rewrite(program)
@@ -132,8 +131,7 @@ def _name_modules_once(program: ExportedProgram, model: nn.Module) -> None:
     readers = {stored[node.name]: node for node in program.graph.nodes if node.name in stored}
     for target, node in readers.items():
         path, _, leaf = target.rpartition(".")
-        kept = readers.get(f"{names.get(path, path)}.{leaf}", node)
-        if kept is not node:  # which releases before 2.8 refuse
+        if path in names and (kept := readers.get(f"{names[path]}.{leaf}")):
             node.replace_all_uses_with(kept)
     for node in program.graph.nodes:
         if stack := node.meta.get("nn_module_stack"):
@@ -208,40 +206,7 @@ class _ProcessWide:
 
 
 _EAGER_STANCE = _ProcessWide(lambda: torch.compiler.set_stance("force_eager"))
-_VMAP_RECORDED = _ProcessWide(vmap_recorded)
-
-
-@contextmanager
-def _attributes_may_be_assigned() -> Iterator[None]:
-    """What a forward keeps in attributes of the (discarded) copy is no error, as releases before 2.8 have it."""
-    if TorchVersion(torch.__version__) >= "2.8":
-        yield
-        return
-    from torch._functorch import aot_autograd
-    from torch.export import _trace
-
-    places: tuple[Any, ...] = (aot_autograd, _trace)
-    check = places[0]._detect_attribute_assignment
-
-    @contextmanager
-    def restored(module: nn.Module) -> Iterator[None]:
-        try:
-            with check(module):
-                yield
-        except ValueError as error:
-            if "assigned during export" not in str(error):
-                raise
-
-    for place in places:
-        place._detect_attribute_assignment = restored
-    try:
-        yield
-    finally:
-        for place in places:
-            place._detect_attribute_assignment = check
-
-
-_ASSIGNMENTS = _ProcessWide(_attributes_may_be_assigned)
+_MENDED = _ProcessWide(mended)
 
 
 def uncompiled() -> AbstractContextManager[None]:
@@ -277,8 +242,7 @@ def failure_of(error: BaseException) -> CaptureFailure:
         reason = next((line.strip().rstrip(".") for line in lines if line.strip()), type(error).__name__)
         if "'NoneType' object" in reason:
             reason += "; while it is captured, the forward needs an argument that it was not given (attention_mask?)"
-    frame = _users_frame(error)
-    if frame is None:
+    if (frame := _users_frame(error)) is None:
         return CaptureFailure(reason=reason, detail=str(error))
     file, line = frame
     code = linecache.getline(file, line).strip()
