@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 
 import amct.pytorch
 from amct.errors import ExportError, ModelError
@@ -113,7 +114,11 @@ def test_a_layer_inside_vmap(tmp_path):
     model = with_forward(forward, body=nn.Linear(6, 8), head=nn.Linear(8, 4))
     data = batches(3, 5, 6)
     quantized = amct.pytorch.quantize(model, data)
-    assert quantized.layers == ("body", "head")
+    if TorchVersion(torch.__version__) >= "2.9":
+        assert quantized.layers == ("body", "head")
+    else:  # these record what vmap makes of a layer
+        assert quantized.layers == ("head",)
+        assert [str(skip) for skip in quantized.skipped] == ['"body": its forward calls linear 0 times, not once']
     wanted = model(data[0]).detach().numpy()
     assert is_near(quantized(data[0]).numpy(), wanted)
     assert is_near(saved(quantized, tmp_path).run(None, {"x": data[0].numpy()})[0], wanted)
