@@ -178,6 +178,54 @@ def test_own_strategies_and_sensitivities(files):
     run(Evaluator(), sensitivity="MseSimilarity")
 
 
+class Never(AutoCalibrationStrategyBase):
+    def initialize(self, ranking_info):
+        self.ranking = ranking_info
+
+    def update_quant_config(self, metric_eval):
+        return {"stop_flag": False, "roll_back_config": dict.fromkeys(self.ranking, metric_eval[0])}
+
+
+class Raising(Never):
+    def update_quant_config(self, metric_eval):
+        raise KeyError(metric_eval)
+
+
+class Nothing(SensitivityBase):
+    def compare(self, original_tensor, fake_quant_tensor):
+        del original_tensor, fake_quant_tensor
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": Never()}, "named only 1 config: update_quant_config must return"),
+        ({"strategy": Raising()}, "update_quant_config of the strategy raised KeyError"),
+        ({"sensitivity": Nothing()}, "compare returned None"),
+    ],
+)
+def test_mistakes_of_own_classes(options, message):
+    with pytest.raises(EvaluatorError, match=message):
+        run(Evaluator(), **options)
+
+
+@pytest.mark.usefixtures("files")
+def test_an_evaluator_that_changes_what_it_evaluates():
+    class Resets(Evaluator):
+        def evaluate(self, model):
+            found = super().evaluate(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            return found
+
+    model = net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    amct.accuracy_based_auto_calibration(model, Resets(), "config.json", "record.txt", "out/net", BATCH)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_sensitivities():
     one, other = np.array([1.0, 0.0]), np.array([0.0, 1.0])
     cosine, mse = CosineSimilaritySensitivity(), MseSimilaritySensitivity()

@@ -6,12 +6,14 @@ import itertools
 import threading
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from three_doors import torch_network
 
 import amct.pytorch
 from amct.errors import ArgumentError, EvaluatorError, SearchError
+from amct.export.onnx.runtime import Runner
 from amct.search.costs import bit_operations_of
 from amct.search.journal import Journal
 from amct.search.judge import SampleJudge
@@ -209,10 +211,64 @@ def test_learned_rounding_and_wide_inputs_are_choices():
     assert set(chosen.values()) <= {"int8", "adaround4", "int16"}
 
 
-def test_latency_leaves_nothing_that_does_not_pay():
-    found = searched(max_drop=5.0, minimize="latency", choices=["float", "int8"])
-    assert found.placement == "auto"
+@pytest.fixture
+def timed(monkeypatch):
+    """Sets the time of a file with 5 quantized layers, where one without takes 1 ms, and what "auto" finds."""
+
+    class Loaded:
+        def __init__(self, model):
+            weights = {tensor.name for tensor in model.graph.initializer if len(tensor.dims) > 1}
+            self.layers = sum(
+                node.op_type == "DequantizeLinear" and node.input[0] in weights for node in model.graph.node
+            )
+
+        def close(self):
+            pass
+
+    def times(milliseconds, alone):
+        def seconds(timer, loaded):
+            runs = {"present": timer._beside.layers, "other": loaded.layers}
+            return {name: (milliseconds + 0.01 * (5 - count) if count else 1.0) / 1000 for name, count in runs.items()}
+
+        monkeypatch.setattr("amct.search.costs.LoadedModel", Loaded)
+        monkeypatch.setattr("amct.search.costs._Timer._seconds", seconds)
+        monkeypatch.setattr("amct.export.qdq.auto.median_seconds", lambda _: {"present": 1.0, "other": alone})
+
+    return times
+
+
+@pytest.mark.parametrize(("alone", "tried"), [(0.5, 1), (1.5, 2)], ids=["each region", "all regions together"])
+def test_latency_leaves_everything_float_where_nothing_pays(alone, tried, timed, tmp_path, caplog):
+    timed(1.2, alone)
+    found = searched(max_drop=5.0, minimize="latency")
+    assert found.layers == ()
+    assert found.certificate.loss == 0
+    assert "it is left as it is" in caplog.text
+    assert [point.cost for point in found.history] == pytest.approx([1.2, 1.0][-tried:])
+    assert [point.chosen for point in found.history] == [False, True][-tried:]
+    assert "0 layers quantized" in found.summary()
+    saved = found.save(tmp_path / "net")
+    assert not [node for node in onnx.load(saved[0]).graph.node if "Linear" in node.op_type]
+    assert found.report(tmp_path / "report.html").is_file()
+
+
+def test_a_file_in_memory_holds_its_weights():
+    """Those of float layers too, when the model that it was made of is gone."""
+    model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.ReLU(), torch.nn.Linear(200, 4)).eval()
+    batch = torch.from_numpy(GENERATOR.normal(0, 1, (8, 200)).astype(np.float32))
+    candidates = Candidates(amct.pytorch.quantize(model, [batch]), ("float", "int8"))
+    exported = candidates.made({"0": "float", "2": "int8"}).exported()
+    outputs = Runner(exported.model).run(candidates.base.prepared.onnx_inputs(((batch,), {})))
+    with torch.no_grad():
+        assert np.abs(next(iter(outputs.values())) - model(batch).numpy()).max() < 0.05
+
+
+def test_latency_quantizes_what_pays(timed):
+    timed(0.8, 1.5)
+    found = searched(max_drop=5.0, minimize="latency")
+    assert len(found.layers) == 5
     assert found.certificate.met
+    assert [point.cost for point in found.history] == pytest.approx([0.8])
 
 
 @pytest.mark.parametrize("goal", [{"max_drop": 0.1}, {"min_agreement": 99.9}])

@@ -222,6 +222,15 @@ def test_wrong_arguments_are_answered(options, error, message):
         amct.pytorch.quantize_to(nn.Sequential(nn.Linear(8, 4)), [torch.randn(4, 8)], data, **options)
 
 
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x, shift):
+        return self.linear(x) + self.linear(shift)
+
+
 @pytest.mark.parametrize(
     ("labelled", "message"),
     [
@@ -230,8 +239,12 @@ def test_wrong_arguments_are_answered(options, error, message):
         ([(torch.zeros(4, 8), torch.zeros(3))], "4 samples with 3 labels"),
         ("folder", "got str"),
         (None, "expected batches of"),
+        ([((torch.zeros(4, 8), torch.zeros(1, 8)), torch.zeros(4))] * 2, "one input has 8 rows, another 2"),
     ],
 )
 def test_wrong_samples_are_answered(labelled, message):
+    two = isinstance(labelled, list) and labelled and isinstance(labelled[0][0], tuple)
+    model = TwoInputs() if two else nn.Sequential(nn.Linear(8, 4))
+    calibration = [(torch.randn(4, 8), torch.randn(1, 8))] if two else [torch.randn(4, 8)]
     with pytest.raises(ArgumentError, match=message):
-        amct.pytorch.quantize_to(nn.Sequential(nn.Linear(8, 4)), [torch.randn(4, 8)], labelled, max_drop=1)
+        amct.pytorch.quantize_to(model.eval(), calibration, labelled, max_drop=1)

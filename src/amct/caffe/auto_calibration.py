@@ -29,6 +29,7 @@ from amct.record import write_record
 from amct.search.roll_back import (
     EvaluatorCalls,
     checked_objects,
+    compared,
     rolled_back,
     write_outcome,
     write_ranking,
@@ -140,7 +141,7 @@ def _ranking(base: QuantizedModel, sensitivity: SensitivityBase) -> dict[str, fl
         for name, values in found.items():
             blob = prepared.graph.model.layer(name).top[0]
             expected = net.blob(blob).tensor
-            values.append(float(sensitivity.compare(expected.clone(), _alone(simulated, name, net))))
+            values.append(compared(sensitivity, expected.clone(), _alone(simulated, name, net)))
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 

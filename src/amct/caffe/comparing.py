@@ -152,11 +152,7 @@ class WatchedLayer:
 
 
 def watched_layers(net: ProtoMessage) -> list[WatchedLayer]:
-    """The quantized layers of a fake-quant or deploy net, in order.
-
-    Raises:
-        ModelError: there are none: the net is not quantized.
-    """
+    """The quantized layers of a fake-quant or deploy net, in order."""
     inputs: dict[str, list[WatchedInput]] = {}
     outputs: dict[str, list[str]] = {}
     for layer in net.layer:
@@ -171,7 +167,7 @@ def watched_layers(net: ProtoMessage) -> list[WatchedLayer]:
         elif layer.type == "AntiQuant":
             outputs.setdefault(layer.antiquant_param.object_layer, []).append(layer.top[0])
     behind = _behind_rectifiers(net)
-    found = [
+    return [
         WatchedLayer(
             name=layer.name,
             type=layer.type.removesuffix("Quant"),  # LSTMQuant is the LSTM of a fake-quant model
@@ -183,12 +179,6 @@ def watched_layers(net: ProtoMessage) -> list[WatchedLayer]:
         for layer in net.layer
         if layer.name in inputs
     ]
-    if not found:
-        raise ModelError(
-            "quantized_model: the net has no Quant layer, so nothing in it is quantized; give the fake-quant or the "
-            "deploy model"
-        )
-    return found
 
 
 def _behind_rectifiers(net: ProtoMessage) -> dict[str, str]:
@@ -265,7 +255,7 @@ def compared_nets(reference: Side, quantized: Side) -> tuple[ComparedNet, Compar
     """Both nets, observed at the layers that are quantized in the second one.
 
     Raises:
-        ModelError: They are not the same net, or the second one is not quantized.
+        ModelError: They are not the same net.
     """
     layers = watched_layers(quantized.net)
     blobs = {blob for layer in reference.net.layer for blob in (*layer.bottom, *layer.top)}
@@ -293,10 +283,15 @@ def measure_nets(
     """Run both nets on data; arguments are those of ``amct.pipeline.compare.measure``, ``before`` is a net.
 
     Raises:
-        ModelError: They are not the same net.
+        ModelError: They are not the same net, or the second one is not quantized.
         ArgumentError: A batch does not have the net's inputs.
         CalibrationError: There is no data.
     """
+    if not watched_layers(quantized.net):
+        raise ModelError(
+            "quantized_model: the net has no Quant layer, so nothing in it is quantized; give the fake-quant or the "
+            "deploy model"
+        )
     measured = measure(
         *compared_nets(reference, quantized),
         caffe_batches(data, inputs).with_originals(),

@@ -34,7 +34,7 @@ from amct.calibration.ranks import fingerprint
 from amct.config.layers import CAFFE_TYPES
 from amct.config.ptq.caffe import CAFFE
 from amct.config.python_config import plan_of
-from amct.errors import CalibrationError, ConfigError, ExportError
+from amct.errors import ConfigError, ExportError
 from amct.export.formats import ExportedModel
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.runtime import as_tensor
@@ -267,8 +267,6 @@ class CaffePreparation:
         """The same calibrated model with other layers, weights or bits, and the parameters of its layers."""
         del learned
         graph = self.graph.with_plan(plan)
-        if not graph.plans():
-            raise CalibrationError(f"{plan.source}: no layer is to be quantized")
         inputs = {
             name: replace(layers[name], inputs=with_bits(layers[name].inputs, each))
             for name, each in graph.plans().items()

@@ -297,8 +297,8 @@ class _Files:
         from amct.export.request import DEFAULT_FORMATS
         from amct.report.page import is_report
 
-        names, placement = self._names() or DEFAULT_FORMATS, None if self.placement == "fast" else self.placement
-        options: dict[str, Any] = {"placement": placement, "target": self.target, "opset": self.opset}
+        names = self._names() or DEFAULT_FORMATS
+        options: dict[str, Any] = {"placement": self.placement, "target": self.target, "opset": self.opset}
         options["batch_size"] = self.batch_size
         files = quantized.save(self.output, names, check=self.run_files, **options)
         old = self.where.file("report.html")

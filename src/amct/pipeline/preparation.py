@@ -196,8 +196,8 @@ class PreparedForOnnx(ABC):
         learned: Mapping[str, QuantizedWeights] = MappingProxyType({}),
     ) -> tuple[Self, dict[str, LayerQParams]]:
         """The same calibrated model with other layers, weights or bits, and the parameters of its layers."""
-        weights = {}
-        for layer in enabled_layers(plan, self.quantizable):
+        weights, chosen = {}, {layer.name: layer for layer in plan.enabled}
+        for layer in (chosen[name] for name in self.quantizable if name in chosen):
             before, known = self.weights[layer.name], self.plan.find(layer.name)
             same = known is not None and (known.weight, known.weight_rounding) == (layer.weight, layer.weight_rounding)
             if not same and isinstance(layer.weight, AdaRoundSettings):

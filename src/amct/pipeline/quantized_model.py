@@ -15,8 +15,9 @@ from amct.calibration import all_ranks
 from amct.config.plan import config_text
 from amct.errors import AmctError, ArgumentError, ExportError
 from amct.export.check.batch import KeptBatches
-from amct.export.formats import ExportedFiles
+from amct.export.formats import ExportedModel
 from amct.export.onnx.float_weights import large_float_weights, not_said
+from amct.export.onnx.kept_weights import owner_of
 from amct.export.request import DEFAULT_FORMATS, ExportOptions, Placement, SavePath, SaveRequest, Target
 from amct.export.saving import save_files
 from amct.memory import free_unused_models
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amct.config.plan import Plan
-    from amct.export.formats import ExportedModel
     from amct.model import Skip
     from amct.model.calibration_data import CalibrationData
     from amct.model.certificate import Certificate, Point
@@ -67,7 +67,6 @@ class QuantizedModel:
         calibration: How much of which data was used; None where nothing was calibrated.
         history: What a search has tried to find these settings; empty without one.
         certificate: What was measured of the result of a search on samples that it has not used.
-        placement: The placement of the QDQ file of a save that names none.
         handed_in: After training: what the float model that was handed in returned for the first example, to judge by.
 
     Args:
@@ -99,7 +98,6 @@ class QuantizedModel:
         self.calibration = calibration
         self.history: tuple[Point, ...] = ()
         self.certificate: Certificate | None = None
-        self.placement = Placement.FAST.value
         self.handed_in: Callable[[Any], ModelOutput] | None = None
         self._verdict: Verdict | None = None
         self._sensitivity: Sequence[LayerSensitivity] = ()
@@ -134,16 +132,16 @@ class QuantizedModel:
         """The first calibration batches, as arguments of the model."""
         return self._examples
 
-    def exported(self, placement: str | None = None) -> ExportedModel | ExportError:
-        """The QDQ file in memory, or why there is none."""
-        options = ExportOptions(placement=placement or self.placement)
+    def exported(self, placement: str = Placement.FAST.value) -> ExportedModel | ExportError:
+        """The QDQ file in memory with its weights, or why there is none."""
+        options = ExportOptions(placement=placement)
         request = SaveRequest(where=SavePath.parse(""), formats=("qdq",), options=options)
         try:
             found = self.prepared.files(request, self.qparams, self._tensors, None).export("qdq")
         except ExportError as error:
             return error
-        assert not isinstance(found, ExportedFiles)
-        return found
+        assert isinstance(found, ExportedModel)
+        return replace(found, kept=owner_of(found.model))
 
     @cached_property
     def _run(self) -> Callable[[Any], Any]:
@@ -221,7 +219,7 @@ class QuantizedModel:
         path: str | os.PathLike[str],
         formats: Iterable[str] = DEFAULT_FORMATS,
         *,
-        placement: str | None = None,
+        placement: str = Placement.FAST.value,
         target: str = Target.PORTABLE.value,
         opset: int | None = None,
         batch_size: int | None = None,
@@ -240,7 +238,6 @@ class QuantizedModel:
                 factors), and the names of registered exporters.
             placement: Of the QDQ file: "fast" also quantizes tensors between the layers, "exact" only what the record
                 says, "auto" takes the fastest of both and float for each part of the model, as timed on this machine.
-                None: "fast", or "auto" for the result of a search for the least latency.
             target: Of the QDQ file: "portable" (neighbouring weights bounded, right on every CPU), "vnni" or "exact8".
             opset: 16 to 21; None: that of the model, or the door's default.
             batch_size: The only one that the ONNX files take, for programs that ask for fixed sizes; None: files take
@@ -257,7 +254,7 @@ class QuantizedModel:
             ExportError: The model cannot be exported, or a written file cannot be used; nothing was saved.
             FileError: A file cannot be written; nothing was.
         """
-        options = ExportOptions(placement=placement or self.placement, target=target)
+        options = ExportOptions(placement=placement, target=target)
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
         if batch_size is not None:
             self._check_batch_size(batch_size)
@@ -276,7 +273,7 @@ class QuantizedModel:
         if self.history or self.certificate is not None:
             for file in saved.paths:
                 if file.name.endswith(QUANT_JSON):
-                    add_search(file, self.certificate, self.history)
+                    add_search(file, _about(self.certificate, options), self.history)
         return saved.paths
 
     def _check_batch_size(self, size: int) -> None:
@@ -498,3 +495,12 @@ class QuantizedModel:
             except AmctError as error:
                 logger.info("no layer is quantized alone: %s", error)
         return self._sensitivity
+
+
+def _about(certificate: Certificate | None, options: ExportOptions) -> Certificate | None:
+    """A certificate in a save with these options: it is about the file of the default ones."""
+    if certificate is None or options == ExportOptions():
+        return certificate
+    judged, saved = (f"placement {each.placement}, target {each.target}" for each in (ExportOptions(), options))
+    remark = f"measured with {judged}, saved with {saved}"
+    return replace(certificate, remark="; ".join(part for part in (certificate.remark, remark) if part))

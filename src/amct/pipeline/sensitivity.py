@@ -123,6 +123,7 @@ class Prefixes:
         if not suffix:  # nothing that reaches an output is changed
             yield from self.expected
             return
+        known -= {name for node in suffix for name in node.output}  # of a node that also makes another tensor
         if len(suffix) == len(nodes):
             runner = Runner(model, lean=True)
             yield from (runner.run(batch) for batch in self._batches)

@@ -31,7 +31,7 @@ from amct.pytorch.layer_hooks import fake_quant_copy
 from amct.pytorch.preparation import TorchPreparation, prepare
 from amct.pytorch.user_model import copy_model
 from amct.record import write_record
-from amct.search.roll_back import EvaluatorCalls, checked_objects, rolled_back, write_outcome, write_ranking
+from amct.search.roll_back import EvaluatorCalls, checked_objects, compared, rolled_back, write_outcome, write_ranking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +85,7 @@ def accuracy_based_auto_calibration(  # noqa: PLR0913  AMCT's signature
     where, record_path = SavePath.parse(save_dir), output_file(record_file, "record_file")
     atomic.check_writable(where.folder)
     content = read_bytes(config_file)
-    judge = EvaluatorCalls(model_evaluator, copy_model(model, share_tensors=True))
+    judge = EvaluatorCalls(model_evaluator, copy_model(model))  # its own: who evaluates may change it
     io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
     traced = cached_trace(model, input_data, io=io, stored_weights=True)
     layers = traced.config_layers()
@@ -134,7 +134,7 @@ def _ranking(base: QuantizedModel, sensitivity: SensitivityBase) -> dict[str, fl
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401
             quantized = other(*args, **kwargs)
             first = [next(each for each in pytree.tree_leaves(out)) for out in (output, quantized)]
-            found[name].append(float(sensitivity.compare(*first)))
+            found[name].append(compared(sensitivity, *first))
 
         return hook
 

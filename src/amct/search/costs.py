@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from amct import log
-from amct.errors import ExportError, SearchError
+from amct.errors import ExportError, ModelError, SearchError
 from amct.export.check.batch import batch_size
 from amct.export.check.running import LoadedModel, median_seconds
+from amct.export.request import Placement
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, KIND_OF_TORCH_TYPE, LayerKind
 from amct.report.filling import input_key
 from amct.search.choices import DATA_BITS, FLOAT, WEIGHT_BITS
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from amct.pipeline.quantized_model import QuantizedModel
     from amct.search.run import Candidates
 
 BUDGET = 0.4
@@ -35,10 +38,12 @@ class Cost:
     Attributes:
         unit: Of the numbers, for people.
         of: The cost of a layer and a choice.
+        measured: The cost of a whole candidate; None: the sum of its layers.
     """
 
     unit: str
     of: Callable[[str, str], float]
+    measured: Callable[[QuantizedModel], float] | None = None
 
 
 def bytes_of(candidates: Candidates) -> Cost:
@@ -87,38 +92,73 @@ def multiplications(candidates: Candidates) -> dict[str, float]:
 def latency_of(candidates: Candidates) -> Cost:
     """The cost of a choice: by how much the file is slower, in ms, if only this layer becomes that.
 
-    Whole files are timed, as a layer changes its neighbours. A layer that is faster in float has its lowest cost there,
-    so the search leaves it float.
+    Whole files are timed, as a layer changes its neighbours. Layers of regions that placement "auto" leaves float, and
+    layers that are faster in float, have their lowest cost there, so the search leaves them float.
 
     Raises:
         SearchError: The model has no QDQ file that could be timed.
     """
-    layers = candidates.base.layers
+    base, layers = candidates.base, candidates.base.layers
+    fastest = base.exported(Placement.AUTO.value)
+    if isinstance(fastest, ExportError):
+        raise SearchError(f'minimize="latency": there is no file to be timed: {fastest}')
+    paying = {report.layer for report in fastest.layers} if FLOAT in candidates.choices else set(layers)
+    left = {name: FLOAT for name in layers if name not in paying}
     quantized = next(each for each in candidates.choices if each != FLOAT)
-    exported = candidates.made({}).exported()
-    if isinstance(exported, ExportError):
-        raise SearchError(f'minimize="latency": there is no file to be timed: {exported}')
-    inputs = candidates.base.prepared.onnx_inputs(candidates.base.examples[0])
-    present = LoadedModel(exported.model)
+    timer = _Timer(candidates, left)
     found: dict[tuple[str, str], float] = {}
-    share = 0.0
-    for layer in log.track(layers, "Timing each layer"):
+    for layer in log.track([name for name in layers if name in paying], "Timing each layer"):
         for choice in candidates.possible(layer):
-            if choice == quantized or (len(layers) == 1 and choice == FLOAT):
+            if choice == quantized or len(paying) <= (choice == FLOAT):
                 continue
-            other = candidates.made({layer: choice}).exported()
-            if isinstance(other, ExportError):
-                continue
-            loaded = LoadedModel(other.model)
-            times = median_seconds(
-                {"present": lambda: present.run(inputs), "other": lambda loaded=loaded: loaded.run(inputs)},  # type: ignore[misc]
-                budget=BUDGET,
-            )
-            loaded.close()
-            share = share or 1000 * times["present"] / len(layers)
-            found[layer, choice] = 1000 * (times["other"] - times["present"])
-    present.close()
-    return Cost("ms", lambda layer, choice: share + found.get((layer, choice), 0.0))
+            slower = timer.milliseconds({**left, layer: choice}) - timer.present
+            found[layer, choice] = min(slower, timer.present)  # without a file it is avoided
+    share = timer.present / len(layers)
+    nothing = dict.fromkeys(((name, FLOAT) for name in left), -share)  # more than any other choice saves
+    return Cost("ms", lambda layer, choice: share + {**nothing, **found}.get((layer, choice), 0.0), timer.of)
+
+
+class _Timer:
+    """Times files in turn with one of them.
+
+    Args:
+        candidates: What can be made.
+        choices: Of the file beside which all others are timed.
+
+    Attributes:
+        present: Its time in ms.
+    """
+
+    def __init__(self, candidates: Candidates, choices: Mapping[str, str]) -> None:
+        self._candidates = candidates
+        self._inputs = candidates.base.prepared.onnx_inputs(candidates.base.examples[0])
+        exported = candidates.made(choices).exported()
+        assert not isinstance(exported, ExportError)  # its layers are some of those of a file that there is
+        self._beside = LoadedModel(exported.model)
+        self.present = 1000 * self._seconds(self._beside)["other"]
+
+    def milliseconds(self, choices: Mapping[str, str]) -> float:
+        """The time of a candidate."""
+        return self.of(self._candidates.made(choices))
+
+    def of(self, model: QuantizedModel) -> float:
+        """The time of the file of a model; infinite if there is none, or onnxruntime cannot run it."""
+        exported = model.exported()
+        if isinstance(exported, ExportError):
+            return math.inf
+        try:
+            loaded = LoadedModel(exported.model)
+            times = self._seconds(loaded)
+        except ModelError:
+            return math.inf
+        loaded.close()
+        return self.present * times["other"] / times["present"]
+
+    def _seconds(self, loaded: LoadedModel) -> dict[str, float]:
+        for each in (self._beside, loaded):
+            each.run(self._inputs)
+        runs = {"present": lambda: self._beside.run(self._inputs), "other": lambda: loaded.run(self._inputs)}
+        return median_seconds(runs, budget=BUDGET)
 
 
 SIZE, LATENCY = "size", "latency"

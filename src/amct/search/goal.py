@@ -239,13 +239,13 @@ def checked_value(value: Any, name: str) -> float:  # noqa: ANN401  what a user'
         EvaluatorError: It is none.
     """
     if value is None:
-        raise EvaluatorError(f"{name} returned None; does it lack a return? Expected one number, such as an accuracy")
+        raise EvaluatorError(f"{name} returned None; does it lack a return? Expected one number")
     if callable(value) and not isinstance(value, Tensor):
         shown = getattr(value, "__qualname__", type(value).__name__)
         raise EvaluatorError(f"{name} returned the function {shown} instead of its result: call it, as in {shown}()")
     array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
     if array.dtype.kind not in "fiub":
-        raise EvaluatorError(f"{name} returned a {type(value).__name__}; expected one number, such as an accuracy")
+        raise EvaluatorError(f"{name} returned a {type(value).__name__}; expected one number")
     if array.size != 1:
         raise EvaluatorError(f"{name} returned {array.size} numbers of the shape {list(array.shape)}; expected one")
     number = float(array.reshape(-1)[0])

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from amct.calibration.ranks import fingerprint
 from amct.errors import ArgumentError, ArgumentTypeError
-from amct.export.request import Placement
 from amct.search.choices import FLOAT, INT8, MEANINGS, checked, other_ranges
 from amct.search.costs import COSTS, LATENCY, SIZE
 from amct.search.goal import Agreement, Drop, Evaluate, Evaluated, Goal, Score, Sqnr, checked_number
@@ -188,8 +187,6 @@ class SearchRequest:
         candidates = Candidates(base, self.choices, learned or {})
         cost = COSTS[self.minimize](candidates)
         result = Search(candidates, judge, self.limits, cost, self.on_best).run()
-        if self.minimize == LATENCY:
-            result.placement = Placement.AUTO.value
         journal.remove()
         return result
 

@@ -19,6 +19,7 @@ import torch
 from amct import atomic
 from amct.errors import ArgumentError, CalibrationError, EvaluatorError
 from amct.log import FOLDER
+from amct.printable import counted
 from amct.search.choices import FLOAT, plan_with
 from amct.search.goal import called, checked_value
 
@@ -33,6 +34,8 @@ STOP_FLAG, ROLL_BACK_CONFIG = "stop_flag", "roll_back_config"
 RANKING = "accuracy_based_auto_calibration_ranking_information.json"
 FINAL_CONFIG = "accuracy_based_auto_calibration_final_config.json"
 HISTORY = "accuracy_based_auto_calibration_record.json"
+MOST_REPEATED = 100
+"""How often a strategy may ask for what is known already."""
 
 
 class AutoCalibrationEvaluatorBase(ABC):
@@ -258,6 +261,15 @@ def _object_of(given: object, known: Mapping[str, Callable[[], Any]], base: type
     return given
 
 
+def compared(sensitivity: SensitivityBase, original: Any, quantized: Any) -> float:  # noqa: ANN401  tensors or arrays
+    """How near two outputs of a layer are.
+
+    Raises:
+        EvaluatorError: The user's class raises, or returns no number.
+    """
+    return checked_value(called("compare of the sensitivity", sensitivity.compare, original, quantized), "compare")
+
+
 def rolled_back(
     base: QuantizedModel,
     strategy: AutoCalibrationStrategyBase,
@@ -273,11 +285,11 @@ def rolled_back(
         judge: Whether a model is good enough, and what it loses.
     """
     prepared = base.prepared
-    strategy.initialize(dict(ranking))
+    called("initialize of the strategy", strategy.initialize, dict(ranking))
     wanted = dict.fromkeys(base.layers, True)
     tried: list[dict[str, Any]] = []
     known: dict[tuple[str, ...], tuple[bool, float]] = {}
-    while True:
+    while len(tried) < MOST_REPEATED + 2 * len(known):
         floats = tuple(name for name in base.layers if not wanted.get(name, True))
         model = None
         if len(floats) < len(base.layers):
@@ -286,9 +298,13 @@ def rolled_back(
             return model, tried
         if floats not in known:
             known[floats] = (True, 0.0) if model is None else judge(model)
-        answer = strategy.update_quant_config(known[floats])
+        answer = called("update_quant_config of the strategy", strategy.update_quant_config, known[floats])
         wanted = _checked_answer(answer, base.layers)
         tried.append({"metric_eval": [*known[floats]], STOP_FLAG: bool(answer[STOP_FLAG]), ROLL_BACK_CONFIG: wanted})
+    raise EvaluatorError(
+        f"the strategy was asked {len(tried)} times and named only {counted(len(known), 'config')}: "
+        f'update_quant_config must return "{STOP_FLAG}": True once it has chosen'
+    )
 
 
 def _checked_answer(answer: Any, layers: Sequence[str]) -> dict[str, bool]:  # noqa: ANN401  what a user's class returns

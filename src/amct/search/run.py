@@ -41,6 +41,8 @@ NEAR = 0.003
 """The search ends when no rung between the best and the next cheaper one saves more than this share of the cost."""
 AIM = 0.9
 """The share of the allowed loss that the next rung aims at: an estimate on samples may be too low."""
+FASTER = 0.97
+"""A file is faster than the float one if it takes at most this share of its time; smaller differences are noise."""
 SAFER = 0.6
 """The noise of the next result to be certified, as a share of the one that failed, where no better one is known."""
 
@@ -177,7 +179,20 @@ class Search:
                 self._probe(rung)
                 advance(1, f"Searching: {self._progress()}")
                 rung = self._next()
+            self._probe_float()
         return self._finished()
+
+    def _probe_float(self) -> None:
+        """Measure the model without any quantized layer where its cost is known to be less than that of the best."""
+        measured, candidates = self._cost.measured, self._candidates
+        if measured is None or FLOAT not in candidates.choices:
+            return
+        best, floats = self._best(), dict.fromkeys(candidates.base.layers, FLOAT)
+        if best is not None and best.point.choices != floats and best.cost <= FASTER * measured(self._made(floats)):
+            return
+        logger.warning("no other settings are faster than the float model on this machine: it is left as it is")
+        if best is None or best.point.choices != floats:
+            self._probe(len(self._ladder) - 1, floats)
 
     def _progress(self) -> str:
         best = self._best()
@@ -196,16 +211,17 @@ class Search:
         met = [each for each in self._tried if each.outcome.met]
         return min(met, key=lambda each: each.cost, default=None)
 
-    def _probe(self, rung: int) -> _Tried:
-        """Measure one rung."""
+    def _probe(self, rung: int, choices: Mapping[str, str] | None = None) -> None:
+        """Measure one rung, or a candidate beside it."""
         before = self._best()
-        choices = self._ladder.choices(rung)
+        choices = choices or self._ladder.choices(rung)
         model = self._made(choices)
+        measured = self._cost.measured
         outcome = self._judge.judge(_name_of(choices), model)
         point = Point(
             number=len(self._tried) + 1,
             choices=choices,
-            cost=float(self._ladder.costs[rung]),
+            cost=float(self._ladder.costs[rung]) if measured is None else measured(model),
             unit=self._cost.unit,
             bytes=self._bytes_of(choices),
             milliseconds=outcome.milliseconds,
@@ -229,7 +245,6 @@ class Search:
         if self._on_best is not None and self._best() is not before:
             model.history, model.certificate = self._history(tried), self._uncertified(outcome)
             self._on_best(model)
-        return tried
 
     def _uncertified(self, outcome: Outcome) -> Certificate:
         """What is known of the best result so far, should the search not end."""

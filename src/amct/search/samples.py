@@ -155,7 +155,12 @@ def _joined(batches: Sequence[Any]) -> tuple[Any, int]:
                 f"labelled: samples of different shapes, {shown}; bring them to one, or give evaluate= instead"
             )
         found.append(torch.cat(parts) if isinstance(parts[0], Tensor) else np.concatenate(parts))
-    sizes = [len(leaf) for leaf in found if _is_array(leaf) and leaf.ndim]
+    sizes = {len(leaf) for leaf in found if _is_array(leaf) and leaf.ndim}
+    if len(sizes) > 1 and len(batches) > 1:
+        raise ArgumentError(
+            f"labelled: one input has {max(sizes)} rows, another {min(sizes)}: such batches cannot be divided into "
+            "samples; give evaluate= instead"
+        )
     return pytree.tree_unflatten(found, forms[0]), max(sizes, default=0)
 
 

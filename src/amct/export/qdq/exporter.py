@@ -82,6 +82,8 @@ def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the opt
             f"QDQ needs opset {OLDEST_OPSET} (DequantizeLinear per channel), the model has {graph.opset}; "
             "export it with a newer one"
         )
+    if not layers:  # the tensors of a float model stay float
+        placement = Placement.EXACT
     nodes = QdqNodes(graph, choice(Target, target, "target"))
     can_be_fast = tensors is not None and all(layer.is_wide_float for layer in layers)
     if placement is Placement.AUTO and can_be_fast:

@@ -373,8 +373,9 @@ class _Broadcast(Layer):
 
     def operand_dims(self, place: Place) -> Dims:
         """The shape in which a second bottom broadcasts to the first in ONNX."""
-        pairs = zip(place.bottom_dims[0], self.broadcast, strict=True)
-        return tuple(None if known is None and size != 1 else size for known, size in pairs)
+        operand = place.bottom_dims[1]
+        start = 0 if not operand else canonical_axis(self.options.axis, len(self.broadcast), self.name)
+        return (1,) * start + tuple(operand) + (1,) * (len(self.broadcast) - start - len(operand))
 
 
 @register("Scale")
