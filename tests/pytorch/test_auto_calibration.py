@@ -335,3 +335,6 @@ def test_the_names_are_where_amct_has_them():
     from amct_pytorch.common.auto_calibration.auto_calibration_strategy_base import AutoCalibrationStrategyBase as Base
 
     assert Base is AutoCalibrationStrategyBase
+    from amct_pytorch.common.auto_calibration import AccuracyBasedAutoCalibrationBase as Whole
+
+    assert Whole.__abstractmethods__ == {"calibrated", "evaluated", "ranking"}

@@ -26,14 +26,7 @@ from amct.caffe.ptq.save import prefix_of, results_of
 from amct.errors import ConfigError
 from amct.pipeline.quantized_model import QuantizedModel
 from amct.record import write_record
-from amct.search.roll_back import (
-    EvaluatorCalls,
-    checked_objects,
-    compared,
-    rolled_back,
-    write_outcome,
-    write_ranking,
-)
+from amct.search.roll_back import AccuracyBasedAutoCalibrationBase, EvaluatorCalls, compared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,7 +72,7 @@ def accuracy_based_auto_calibration(  # noqa: PLR0913  AMCT's signature
         EvaluatorError: The evaluator raises, returns no number, or does not accept the float model.
         CalibrationError, RecordError: It does not calibrate with enough batches, or the model cannot be quantized.
     """
-    chosen, compare = checked_objects(model_evaluator, strategy, sensitivity)
+    calibration = _CaffeCalibration(model_evaluator, strategy, sensitivity)
     originals = input_file(model_file, "model_file"), input_file(weights_file, "weights_file")
     where, record_path = prefix_of(save_dir), output_file(record_file, "record_file")
     content = read_bytes(input_file(config_file, "config_file"))
@@ -92,57 +85,57 @@ def accuracy_based_auto_calibration(  # noqa: PLR0913  AMCT's signature
                 f"{config_file}: update_bn needs two calibrations, which an evaluator has not; call the functions from "
                 "init to save_model instead, or leave update_bn out"
             )
-        judge = EvaluatorCalls(model_evaluator, *map(str, originals))
-        base = _calibrated(graph, judge, folder)
-        ranking = _ranking(base, compare)
-        write_ranking(where.folder, ranking)
-
-        def judged(quantized: QuantizedModel) -> tuple[bool, float]:
-            files = folder / "probe_fake_quant_model.prototxt", folder / "probe_fake_quant_weights.caffemodel"
-            with FileGroup() as group:
-                write_model(group, _prepared(quantized).caffe_model(quantized.qparams), *files)
-            return judge.of(*map(str, files))
-
-        found, tried = rolled_back(base, chosen, ranking, judged)
-    write_outcome(where.folder, content, base, found, tried)
+        calibration.graph, calibration.folder = graph, folder
+        found = calibration.run([*map(str, originals)], content, where.folder)
     if found is not None:
         write_record(found.record, record_path)
         found.save(save_dir, ("deploy", "fake_quant"))
-        logger.info("accuracy of the float model %s, of the saved model %s", judge.original, judge.metric)
+
+
+class _CaffeCalibration(AccuracyBasedAutoCalibrationBase):
+    """That of a net, whose models are files in a folder for the evaluator."""
+
+    graph: QuantGraph
+    folder: Path
+
+    def calibrated(self, evaluator: EvaluatorCalls) -> QuantizedModel:
+        """The model calibrated by the user's own loop, on the calibration model in files."""
+        graph = self.graph
+        files = self.folder / "calibration_model.prototxt", self.folder / "calibration_weights.caffemodel"
+        weights_quantize_model(graph, *files)
+        activation_quantize_model(graph, *files)
+        evaluator.calibrate(*map(str, files))
+        results = results_of(graph)
+        batch, _ = net_batch_beside(graph.calibration_file(), results.folded_model.build(()))
+        prepared, layers = CaffePreparation(graph).variant(graph.plan, results.layers)
+        return QuantizedModel(prepared, layers, None, [batch])
+
+    def evaluated(self, evaluator: EvaluatorCalls, quantized: QuantizedModel) -> tuple[bool, float]:
+        """Of the fake-quant pair."""
+        files = self.folder / "probe_fake_quant_model.prototxt", self.folder / "probe_fake_quant_weights.caffemodel"
+        with FileGroup() as group:
+            write_model(group, _prepared(quantized).caffe_model(quantized.qparams), *files)
+        return evaluator.of(*map(str, files))
+
+    def ranking(self, base: QuantizedModel) -> dict[str, float]:
+        """Layer by layer, each in a net of its own."""
+        prepared = _prepared(base)
+        simulated = prepared.caffe_model(base.qparams)
+        net = prepared.graph.model.build()
+        found: dict[str, list[float]] = {name: [] for name in base.layers}
+        for batch in base.examples:
+            feed(net, batch)
+            with equal_draws():
+                net.forward()
+            for name, values in found.items():
+                expected = net.blob(prepared.graph.model.layer(name).top[0]).tensor
+                values.append(compared(self.sensitivity, expected.clone(), _alone(simulated, name, net)))
+        return {name: float(np.mean(values)) for name, values in found.items()}
 
 
 def _prepared(quantized: QuantizedModel) -> CaffePreparation:
     assert isinstance(quantized.prepared, CaffePreparation)
     return quantized.prepared
-
-
-def _calibrated(graph: QuantGraph, judge: EvaluatorCalls, folder: Path) -> QuantizedModel:
-    """The model calibrated by the user's own loop, on the calibration model in files."""
-    files = folder / "calibration_model.prototxt", folder / "calibration_weights.caffemodel"
-    weights_quantize_model(graph, *files)
-    activation_quantize_model(graph, *files)
-    judge.calibrate(*map(str, files))
-    results = results_of(graph)
-    batch, _ = net_batch_beside(graph.calibration_file(), results.folded_model.build(()))
-    prepared, layers = CaffePreparation(graph).variant(graph.plan, results.layers)
-    return QuantizedModel(prepared, layers, None, [batch])
-
-
-def _ranking(base: QuantizedModel, sensitivity: SensitivityBase) -> dict[str, float]:
-    """How near each quantized layer is to the float one, on the inputs that it gets in the float model."""
-    prepared = _prepared(base)
-    simulated = prepared.caffe_model(base.qparams)
-    net = prepared.graph.model.build()
-    found: dict[str, list[float]] = {name: [] for name in base.layers}
-    for batch in base.examples:
-        feed(net, batch)
-        with equal_draws():
-            net.forward()
-        for name, values in found.items():
-            blob = prepared.graph.model.layer(name).top[0]
-            expected = net.blob(blob).tensor
-            values.append(compared(sensitivity, expected.clone(), _alone(simulated, name, net)))
-    return {name: float(np.mean(values)) for name, values in found.items()}
 
 
 def _alone(simulated: CaffeModel, name: str, net: Net) -> Any:  # noqa: ANN401  a tensor of the net's own

@@ -31,7 +31,7 @@ from amct.pytorch.layer_hooks import fake_quant_copy
 from amct.pytorch.preparation import TorchPreparation, prepare
 from amct.pytorch.user_model import copy_model
 from amct.record import write_record
-from amct.search.roll_back import EvaluatorCalls, checked_objects, compared, rolled_back, write_outcome, write_ranking
+from amct.search.roll_back import AccuracyBasedAutoCalibrationBase, EvaluatorCalls, compared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -81,70 +81,79 @@ def accuracy_based_auto_calibration(  # noqa: PLR0913  AMCT's signature
         OSError: a file cannot be read or written.
         RuntimeError: the evaluator raises, does not calibrate with enough batches, or the model cannot be quantized.
     """
-    chosen, compare = checked_objects(model_evaluator, strategy, sensitivity)
+    calibration = _TorchCalibration(model_evaluator, strategy, sensitivity)
+    io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
     where, record_path = SavePath.parse(save_dir), output_file(record_file, "record_file")
     atomic.check_writable(where.folder)
     content = read_bytes(config_file)
-    judge = EvaluatorCalls(model_evaluator, copy_model(model))  # its own: who evaluates may change it
-    io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
-    traced = cached_trace(model, input_data, io=io, stored_weights=True)
-    layers = traced.config_layers()
-    plan = PYTORCH.make_plan(PYTORCH.read_config(content, str(config_file), layers), layers)
-    base = _calibrated(prepare(traced, plan), judge)
-    ranking = _ranking(base, compare)
-    write_ranking(where.folder, ranking)
-    found, tried = rolled_back(base, chosen, ranking, lambda quantized: judge.of(quantized.model))
-    write_outcome(where.folder, content, base, found, tried)
+
+    def prepared() -> TorchPreparation:
+        traced = cached_trace(model, input_data, io=io, stored_weights=True)
+        layers = traced.config_layers()
+        return prepare(traced, PYTORCH.make_plan(PYTORCH.read_config(content, str(config_file), layers), layers))
+
+    calibration.prepared = prepared
+    float_model = copy_model(model)  # the evaluator's own, which it may change
+    found = calibration.run([float_model], content, where.folder)
     if found is not None:
         write_record(found.record, record_path)
         found.save(save_dir, ("deploy", "fake_quant", "qdq"))
-        logger.info("accuracy of the float model %s, of the saved model %s", judge.original, judge.metric)
 
 
-def _calibrated(prepared: TorchPreparation, judge: EvaluatorCalls) -> QuantizedModel:
-    """The model calibrated by the user's own loop."""
-    intermediate = prepared.tensor_watch()
-    calibrated = start_calibration(prepared, intermediate=intermediate)
-    kept = KeptBatches()
+class _TorchCalibration(AccuracyBasedAutoCalibrationBase):
+    """That of a module."""
 
-    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kept.notice((args, kwargs))
+    prepared: Callable[[], TorchPreparation]
 
-    handle = calibrated.model.register_forward_pre_hook(keep, with_kwargs=True)
-    with torch.no_grad():
-        judge.calibrate(calibrated.model)
-    handle.remove()
-    calibrated.session.finish(complete=True)
-    result = calibrated.session.result
-    layers = prepared.quantized_layers(result)
-    return QuantizedModel(prepared, layers, result.tensors if intermediate is not None else None, kept.kept)
+    def calibrated(self, evaluator: EvaluatorCalls) -> QuantizedModel:
+        """The model calibrated by the user's own loop."""
+        prepared = self.prepared()
+        intermediate = prepared.tensor_watch()
+        calibrated = start_calibration(prepared, intermediate=intermediate)
+        kept = KeptBatches()
 
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kept.notice((args, kwargs))
 
-def _ranking(base: QuantizedModel, sensitivity: SensitivityBase) -> dict[str, float]:
-    """How near each quantized layer is to the float one, on the inputs that it gets in the float model."""
-    prepared = base.prepared
-    assert isinstance(prepared, TorchPreparation)
-    simulated = fake_quant_copy(prepared, base.qparams, is_private=True)
-    model = copy_model(prepared.fused.model, share_tensors=True)
-    found: dict[str, list[float]] = {name: [] for name in base.layers}
-
-    def look(name: str) -> Callable[..., None]:
-        other = layer_module(simulated, name)
-
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401
-            quantized = other(*args, **kwargs)
-            first = [next(each for each in pytree.tree_leaves(out)) for out in (output, quantized)]
-            found[name].append(compared(sensitivity, *first))
-
-        return hook
-
-    handles = [layer_module(model, name).register_forward_hook(look(name), with_kwargs=True) for name in base.layers]
-    with torch.no_grad():
-        for args, kwargs in base.examples:
-            model(*args, **kwargs)
-    for handle in handles:
+        handle = calibrated.model.register_forward_pre_hook(keep, with_kwargs=True)
+        with torch.no_grad():
+            evaluator.calibrate(calibrated.model)
         handle.remove()
-    return {name: float(np.mean(values)) for name, values in found.items() if values}
+        calibrated.session.finish(complete=True)
+        result = calibrated.session.result
+        layers = prepared.quantized_layers(result)
+        return QuantizedModel(prepared, layers, result.tensors if intermediate is not None else None, kept.kept)
+
+    def evaluated(self, evaluator: EvaluatorCalls, quantized: QuantizedModel) -> tuple[bool, float]:
+        """Of the simulation."""
+        return evaluator.of(quantized.model)
+
+    def ranking(self, base: QuantizedModel) -> dict[str, float]:
+        """By hooks on the layers of the folded model."""
+        prepared = base.prepared
+        assert isinstance(prepared, TorchPreparation)
+        simulated = fake_quant_copy(prepared, base.qparams, is_private=True)
+        model = copy_model(prepared.fused.model, share_tensors=True)
+        found: dict[str, list[float]] = {name: [] for name in base.layers}
+
+        def look(name: str) -> Callable[..., None]:
+            other = layer_module(simulated, name)
+
+            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401
+                quantized = other(*args, **kwargs)
+                first = [next(each for each in pytree.tree_leaves(out)) for out in (output, quantized)]
+                found[name].append(compared(self.sensitivity, *first))
+
+            return hook
+
+        layers = {name: layer_module(model, name) for name in base.layers}
+        handles = [layer.register_forward_hook(look(name), with_kwargs=True) for name, layer in layers.items()]
+        with torch.no_grad():
+            for args, kwargs in base.examples:
+                model(*args, **kwargs)
+        for handle in handles:
+            handle.remove()
+        return {name: float(np.mean(values)) for name, values in found.items() if values}
 
 
 # -- raw files ---------------------------------------------------------------------------------------------------------

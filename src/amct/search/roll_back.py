@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -317,12 +318,55 @@ def _checked_answer(answer: Any, layers: Sequence[str]) -> dict[str, bool]:  # n
     return {name: bool(wanted.get(name, True)) for name in layers}
 
 
-def write_ranking(folder: Path, ranking: Mapping[str, float]) -> None:
-    """Write the sensitivity of each layer, the most sensitive first."""
-    atomic.write_text(folder / RANKING, _json([[*each] for each in sorted(ranking.items(), key=lambda item: item[1])]))
+class AccuracyBasedAutoCalibrationBase(ABC):
+    """The calibration as every framework has it: calibrate, rank the layers, roll back, write what was found.
+
+    Args:
+        model_evaluator: An object of a class derived from ``AutoCalibrationEvaluatorBase``.
+        strategy: A name, or an object of a class derived from ``AutoCalibrationStrategyBase``.
+        sensitivity: A name, or an object of a class derived from ``SensitivityBase``.
+
+    Raises:
+        ArgumentError, CalibrationError: An object is of another class, or a name is unknown.
+    """
+
+    def __init__(self, model_evaluator: object, strategy: object, sensitivity: object) -> None:
+        self.strategy, self.sensitivity = checked_objects(model_evaluator, strategy, sensitivity)
+        self._evaluator: Any = model_evaluator
+
+    @abstractmethod
+    def calibrated(self, evaluator: EvaluatorCalls) -> QuantizedModel:
+        """The model, calibrated by the evaluator's own loop."""
+
+    @abstractmethod
+    def ranking(self, base: QuantizedModel) -> dict[str, float]:
+        """How near each quantized layer is to the float one, on the inputs that it gets in the float model."""
+
+    @abstractmethod
+    def evaluated(self, evaluator: EvaluatorCalls, quantized: QuantizedModel) -> tuple[bool, float]:
+        """Whether a model is good enough, and what it loses."""
+
+    def run(self, model: Sequence[Any], config: bytes, folder: Path) -> QuantizedModel | None:
+        """The model with which the strategy ends; None: every layer is float in it, so there is no quantized model.
+
+        Args:
+            model: The float model, as it is handed to the evaluator.
+            config: The user's JSON config.
+            folder: Of the ranking and the final config.
+        """
+        evaluator = EvaluatorCalls(self._evaluator, *model)
+        base = self.calibrated(evaluator)
+        ranking = self.ranking(base)
+        ordered = [[*each] for each in sorted(ranking.items(), key=lambda item: item[1])]
+        atomic.write_text(folder / RANKING, _json(ordered))
+        found, tried = rolled_back(base, self.strategy, ranking, partial(self.evaluated, evaluator))
+        _write_outcome(folder, config, base, found, tried)
+        if found is not None:
+            logger.info("metric of the float model %s, of the result %s", evaluator.original, evaluator.metric)
+        return found
 
 
-def write_outcome(
+def _write_outcome(
     folder: Path, config: bytes, base: QuantizedModel, found: QuantizedModel | None, tried: Sequence[Mapping[str, Any]]
 ) -> None:
     """Write what was tried, and the user's JSON config with the layers of the result."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from amct.search.roll_back import (
+    AccuracyBasedAutoCalibrationBase,
     AutoCalibrationEvaluatorBase,
     AutoCalibrationStrategyBase,
     BinarySearchStrategy,
@@ -12,6 +13,7 @@ from amct.search.roll_back import (
 )
 
 __all__ = [
+    "AccuracyBasedAutoCalibrationBase",
     "AutoCalibrationEvaluatorBase",
     "AutoCalibrationStrategyBase",
     "BinarySearchStrategy",
