@@ -120,6 +120,9 @@ class ExportOptions:
         choice(Placement, self.placement, "placement")
         choice(Target, self.target, "target")
 
+    def __str__(self) -> str:
+        return f"placement {self.placement}, target {self.target}"
+
     def without(self, tensors: Iterable[str]) -> ExportOptions:
         """The same options with further tensors left float."""
         return replace(self, float_tensors=self.float_tensors.union(tensors))

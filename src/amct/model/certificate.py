@@ -6,7 +6,7 @@ Both are in ``quant.json``, so that anyone can compute the bound of a certificat
 from __future__ import annotations
 
 from collections.abc import Mapping  # noqa: TC003  pydantic reads the annotations
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from amct.model.verdict import Closed
@@ -71,6 +71,10 @@ class Certificate(Closed):
             text += f", {self.samples} samples never used in the search"
         verdict = "certified" if self.certified else "met, not certified" if self.met else "NOT met"
         return "; ".join(part for part in (f"{text}: {verdict}", self.remark) if part)
+
+    def remarked(self, text: str) -> Certificate:
+        """The same with one more thing that it cannot promise."""
+        return replace(self, remark="; ".join(part for part in (self.remark, text) if part))
 
     def shown(self, loss: float) -> str:
         """A loss for people."""

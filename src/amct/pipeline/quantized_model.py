@@ -270,10 +270,13 @@ class QuantizedModel:
             free_unused_models(self._weight_bytes)
         saved = save_files(self.prepared.files(request, self.qparams, self._tensors, compared))
         self._verdict = saved.verdict or self._verdict
-        if self.history or self.certificate is not None:
+        certificate = self.certificate
+        if certificate is not None and options != ExportOptions():
+            certificate = certificate.remarked(f"measured with {ExportOptions()}, saved with {options}")
+        if self.history or certificate is not None:
             for file in saved.paths:
                 if file.name.endswith(QUANT_JSON):
-                    add_search(file, _about(self.certificate, options), self.history)
+                    add_search(file, certificate, self.history)
         return saved.paths
 
     def _check_batch_size(self, size: int) -> None:
@@ -495,12 +498,3 @@ class QuantizedModel:
             except AmctError as error:
                 logger.info("no layer is quantized alone: %s", error)
         return self._sensitivity
-
-
-def _about(certificate: Certificate | None, options: ExportOptions) -> Certificate | None:
-    """A certificate in a save with these options: it is about the file of the default ones."""
-    if certificate is None or options == ExportOptions():
-        return certificate
-    judged, saved = (f"placement {each.placement}, target {each.target}" for each in (ExportOptions(), options))
-    remark = f"measured with {judged}, saved with {saved}"
-    return replace(certificate, remark="; ".join(part for part in (certificate.remark, remark) if part))
