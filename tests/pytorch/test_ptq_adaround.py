@@ -96,7 +96,9 @@ def test_an_activation_counts_only_when_it_alone_reads_the_layer():
 
     model = Two().eval()
     traced = trace(model, images())
-    assert activation_after("a", traced, fuse(traced)) is torch.relu  # behind the folded batch norm
+    found = activation_after("a", traced, fuse(traced))  # behind the folded batch norm
+    assert found is not None
+    assert torch.equal(found(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
     assert activation_after("b", traced, fuse(traced)) is None
     assert activation_after("a", traced, fuse(traced, do_fusion=False)) is None
 

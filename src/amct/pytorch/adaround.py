@@ -32,15 +32,13 @@ from amct.pytorch.call_sites import has_own_forward, observe_operation
 from amct.pytorch.capture.functional_layers import layer_module, named_layers
 from amct.pytorch.capture.layer_types import put_weights
 from amct.pytorch.layer_hooks import Balance, given_input
+from amct.pytorch.onnx.lowering.program import without_mutation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch import fx
-
     from amct.calibration import Ranks
     from amct.config.plan import LayerPlan
-    from amct.model import Node
     from amct.pipeline.weights import QuantizedWeights
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.folding import Fused
@@ -316,13 +314,11 @@ class _FloatOutputs:
 # -- the activation behind a layer -------------------------------------------------------------------------------------
 
 
-_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "relu6": functional.relu6,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
-_WITH_SETTINGS = frozenset({"clamp", "gelu", "hardtanh", "leaky_relu", "prelu", "rrelu"})
+_ACTIVATIONS = frozenset(
+    {"clamp", "gelu", "hardtanh", "leaky_relu", "prelu", "relu", "relu6", "rrelu", "sigmoid", "tanh"}
+)
+_LIMITS = {"clamp": (0, 6), "hardtanh": (0, 6)}
+"""The limits with which these are ReLU6."""
 
 
 def activation_after(layer: str, traced: Traced, fused: Fused) -> Callable[[Tensor], Tensor] | None:
@@ -338,57 +334,25 @@ def activation_after(layer: str, traced: Traced, fused: Fused) -> Callable[[Tens
     if norm is not None and not traced.graph[norm].attributes["exact"]:
         return None  # the batch norm has an activation inside
     reader = traced.graph.sole_consumer(traced.graph[norm if norm is not None else layer])
-    if reader is None or len(reader.inputs) != 1:
+    if reader is None or len(reader.inputs) != 1 or reader.op not in _ACTIVATIONS:
         return None
-    if reader.op in _PLAIN:
-        return _PLAIN[reader.op]
-    return _with_settings(reader, traced, fused) if reader.op in _WITH_SETTINGS else None
-
-
-def _with_settings(node: Node, traced: Traced, fused: Fused) -> Callable[[Tensor], Tensor] | None:
-    settings = _settings(node, traced)
-    if settings is None:
-        return None
-    if node.op in ("clamp", "hardtanh"):
-        limits = (settings.get("min", settings.get("min_val")), settings.get("max", settings.get("max_val")))
-        return functional.relu6 if limits == (0, 6) else None
-    if node.op == "leaky_relu":
-        return functools.partial(functional.leaky_relu, negative_slope=float(settings["negative_slope"]))
-    if node.op == "rrelu":
-        slope = (float(settings["lower"]) + float(settings["upper"])) / 2  # its slope in eval mode
-        return functools.partial(functional.leaky_relu, negative_slope=slope)
-    if node.op == "gelu":
-        return functools.partial(functional.gelu, approximate=str(settings["approximate"]))
-    if node.op == "prelu":
-        return _prelu(node, fused)
-    return None
-
-
-def _prelu(node: Node, fused: Fused) -> Callable[[Tensor], Tensor] | None:
-    names = node.attributes["parameters"]
-    assert isinstance(names, tuple)
-    if len(names) != 1:
-        return None  # the slope is computed
-    slope = fused.model.get_parameter(names[0]).detach()
-    return functools.partial(_apply_prelu, slope)
-
-
-def _apply_prelu(slope: Tensor, x: Tensor) -> Tensor:
-    return functional.prelu(x, slope.to(x.dtype))
-
-
-def _settings(node: Node, traced: Traced) -> dict[str, Any] | None:
-    """Every argument of an operation by name, with defaults; None inside an autocast region."""
     assert traced.program is not None
-    operation: fx.Node | None = next((found for found in traced.program.graph.nodes if found.name == node.name), None)
-    if operation is None:
+    operation = next(node for node in traced.program.graph.nodes if node.name == reader.name)
+    settings = operation.args[1:]
+    if reader.op in _LIMITS and settings != _LIMITS[reader.op]:
         return None
-    target = operation.target
-    assert isinstance(target, torch._ops.OpOverload)
-    schema = target._schema.arguments
-    values = {argument.name: argument.default_value for argument in schema}
-    values.update(zip((argument.name for argument in schema), operation.args, strict=False))
-    return {**values, **operation.kwargs}
+    if reader.op == "prelu":
+        names: Any = reader.attributes["parameters"]
+        if len(names) != 1:
+            return None  # the slope is computed
+        settings = (fused.model.get_parameter(names[0]).detach(),)
+    function = without_mutation(operation.target) or operation.target
+
+    def activation(x: Tensor) -> Tensor:
+        own = (each.to(x.dtype) if isinstance(each, Tensor) else each for each in settings)
+        return function(x, *own, **operation.kwargs)  # type: ignore[no-any-return]
+
+    return activation
 
 
 # -- outputs of finished modules ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 
     from amct.atomic import AnyPath
     from amct.config.plan import Plan
+    from amct.config.ptq.dialect import PtqDialect
+    from amct.config.qat.dialect import QatDialect
+    from amct.config.simple_config import FullConfig
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.pytorch.capture.trace import Traced
 
@@ -108,17 +112,33 @@ def create_quant_config(
     """
     for name in skip_layers or ():
         check_types("create_quant_config", {"each name in skip_layers": (name, (str,))})
+    if config_defination is not None and skip_layers:
+        logger.warning("skip_layers is ignored, because config_defination is given; name them in the file")
+    options = {"batch_num": batch_num, "activation_offset": activation_offset, "skip_layers": skip_layers or ()}
+    create_config(PYTORCH, config_file, model, input_data, config_defination, options)
+
+
+def create_config(
+    dialect: PtqDialect | QatDialect,
+    config_file: AnyPath,
+    model: nn.Module,
+    input_data: object,
+    definition: AnyPath | None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Write the full JSON config of a model, from a simple config or with defaults; ``options`` choose the defaults."""
     path = output_file(config_file, "config_file")
-    text = read_bytes(config_defination) if config_defination is not None else None
+    text = read_bytes(definition) if definition is not None else None
     layers = cached_trace(model, input_data).config_layers()
-    if config_defination is not None and text is not None:
-        if skip_layers:
-            logger.warning("skip_layers is ignored, because config_defination is given; name them in the file")
-        config = PYTORCH.expand_config(text, os.fspath(config_defination), layers)
+    if definition is None or text is None:
+        config = dialect.default_config(layers, **options)
     else:
-        config = PYTORCH.default_config(
-            layers, batch_num=batch_num, activation_offset=activation_offset, skip_layers=skip_layers or ()
-        )
+        config = dialect.expand_config(text, os.fspath(definition), layers)
+    write_config(path, config)
+
+
+def write_config(path: Path, config: FullConfig) -> None:
+    """Write a config, and say what it warns of."""
     for warning in config.warnings:
         logger.warning("%s", warning)
     atomic.write_text(path, config.to_json())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -17,7 +18,7 @@ from amct.pipeline.weights import layer_balance
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import float_weights
 from amct.pytorch.folding import fuse
-from amct.pytorch.layer_hooks import Balance, given_input, observe_inputs, run_in_context
+from amct.pytorch.layer_hooks import Balance, observe_inputs, on_input, run_in_context
 from amct.pytorch.user_model import MARK
 from amct.record.conversion import tensor_qparams_path, tensor_qparams_text
 
@@ -130,15 +131,13 @@ def _attach(
 ) -> list[Callable[[], None]]:
     """Add the hooks of the session; returns functions that remove them."""
     handles: list[RemovableHandle] = []
-    given = intermediate.given if intermediate is not None else ()
     for name, weights in preparation.weights.items():
         module = layer_module(model, name)
         setattr(module, MARK, True)
         if weights.balance is not None:  # kept after calibration: the weights stay balanced
             module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
-        tensors = [each.tensor for each in given if each.layer == name]
-        handles += observe_inputs(session, name, module, tensors)
-    attached = intermediate.attach(model, session, layer_inputs=False) if intermediate is not None else None
+        handles += observe_inputs(session, name, module)
+    attached = intermediate.attach(model, session) if intermediate is not None else None
 
     @contextmanager
     def forward_context(arguments: Arguments) -> Iterator[None]:
@@ -186,18 +185,13 @@ def balancing_model(
     for name in order:
         module = layer_module(model, name)
         setattr(module, MARK, True)
-        module.register_forward_pre_hook(_observing(session, name, parts[name].kind.channel_axis), with_kwargs=True)
+        on_input(module, partial(_observe, session, name, parts[name].kind.channel_axis))
     run_in_context(model, lambda _: session.batch())
     return model, session
 
 
-def _observing(session: BalanceSession, name: str, axis: int) -> Callable[..., None]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = given_input(args, kwargs)
-        if x is not None:
-            session.observe(name, x, axis)
-
-    return hook
+def _observe(session: BalanceSession, name: str, axis: int, x: Tensor) -> None:
+    session.observe(name, x, axis)
 
 
 def balance_of(traced: Traced, plan: Plan, data: Passes, ranks: Ranks = ALONE) -> dict[str, Tensor]:

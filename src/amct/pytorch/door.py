@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from amct.search.doctor import diagnose as find_causes
 from amct.search.request import SearchRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
     import numpy as np
     from numpy.typing import NDArray
@@ -107,7 +107,7 @@ def quantize(  # noqa: PLR0913  most of them are optional
     check_reconstruct(reconstruct, reconstruct_seconds)
     if adaround not in ("plain", "fast"):
         raise ArgumentError(f'adaround: expected "plain" or "fast", got {adaround!r}')
-    door = _opened(model, io, part, adaround, equalize=equalize, learns_blocks=reconstruct is not None)
+    door = _opened(model, part, io, adaround=adaround, equalize=equalize, learns_blocks=reconstruct is not None)
     refine = None if reconstruct is None else partial(reconstructed, seconds=reconstruct_seconds)
     return flow.quantize(door, calibration_data, config, inputs, resume, refine=refine)
 
@@ -130,19 +130,11 @@ def check_reconstruct(reconstruct: object, seconds: object) -> None:
         raise ArgumentError('reconstruct_seconds: nothing is reconstructed; add reconstruct="blocks", or leave it out')
 
 
-def _opened(
-    model: nn.Module,
-    io: IoOptions | None,
-    part: str | None,
-    adaround: AdaRoundMode = "plain",
-    *,
-    equalize: bool,
-    learns_blocks: bool = False,
-) -> TorchDoor:
+def _opened(model: nn.Module, part: str | None, io: IoOptions | None, **options: Any) -> TorchDoor:  # noqa: ANN401  of TorchDoor
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     chosen = None if part is None else Part(model, part)
-    return TorchDoor(model, io or IoOptions(), adaround, chosen, equalize=equalize, learns_blocks=learns_blocks)
+    return TorchDoor(model if chosen is None else chosen.module, chosen, io or IoOptions(), **options)
 
 
 def quantize_to(  # noqa: PLR0913  most of them are optional
@@ -179,7 +171,7 @@ def quantize_to(  # noqa: PLR0913  most of them are optional
         AmctError: the subclass tells whether config, model, data, goal or files are invalid.
     """
     request = SearchRequest.of(labelled, options)
-    door = _opened(model, io, part, equalize=equalize)
+    door = _opened(model, part, io, equalize=equalize)
     base = flow.quantize(door, calibration_data, config, inputs, others=request.ranges)
     learned = learned_weights(base, request.choices)
     return request.run(base, model, inputs, learned)
@@ -210,52 +202,43 @@ def diagnose(
     return find_causes(partial(quantize, model), calibration_data, data, config)
 
 
+@dataclass(eq=False)
 class TorchDoor:
-    """Reads a torch model for quantization."""
+    """Reads a torch model, or a part of one, for quantization; arguments are those of ``quantize``."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        io: IoOptions,
-        adaround: AdaRoundMode,
-        part: Part | None = None,
-        *,
-        equalize: bool = False,
-        learns_blocks: bool = False,
-    ) -> None:
-        self._equalize = equalize
-        self._learns_blocks = learns_blocks
-        self._model = model if part is None else part.module
-        self._part = part
-        self._io = io
-        self._adaround = adaround
-        self._traced: Traced | None = None
-        self._ready: Iterator[Arguments] = iter(())
-        self._told_of_sizes = False
+    model: nn.Module
+    part: Part | None
+    io: IoOptions
+    adaround: AdaRoundMode = "plain"
+    equalize: bool = False
+    learns_blocks: bool = False
+    _traced: Traced | None = None
+    _ready: Iterable[Arguments] = ()
+    _told_of_sizes: bool = False
 
     @property
     def weight_bytes(self) -> int:
         """The bytes of the parameters."""
-        if not isinstance(self._model, nn.Module):  # refused later, with the reason
+        if not isinstance(self.model, nn.Module):  # refused later, with the reason
             return 0
-        return sum(each.nbytes for each in self._model.parameters() if not is_lazy(each))
+        return sum(each.nbytes for each in self.model.parameters() if not is_lazy(each))
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert calibration data to arguments of the model."""
-        model = unwrap(self._model)
+        model = unwrap(self.model)
         refuse_operators(model)
         found = (
             torch_batches(model, data, inputs, name="calibration_data")
-            if self._part is None
-            else self._part.batches(data, inputs, name="calibration_data")
+            if self.part is None
+            else self.part.batches(data, inputs, name="calibration_data")
         )
-        self._ready = found.limited(_MOST_LOOKED_AT) if isinstance(data, (list, tuple)) else iter(())
+        self._ready = found.limited(_MOST_LOOKED_AT) if isinstance(data, (list, tuple)) else ()
         return found.then(self._with_sizes_looked_at)
 
     def plan(self, config: AnyConfig, example: Arguments, batches: int | None) -> tuple[Plan, bool]:
         """Capture the model on the first batch and return the plan of a config in the PyTorch dialect."""
         args, kwargs = example
-        self._traced = trace_for_files(self._model, (*args, kwargs), io=self._io, stored_weights=True)
+        self._traced = trace_for_files(self.model, (*args, kwargs), io=self.io, stored_weights=True)
         if self._traced.program is None:
             _offer_parts(self._traced.model)
         else:
@@ -294,14 +277,14 @@ class TorchDoor:
         model, program = self._traced.model, self._traced.program
         tensors = [*model.named_parameters(), *model.named_buffers()]
         code = "" if program is None else program.graph_module.code
-        mode = f"{self._adaround}, equalized" if self._equalize else self._adaround
-        mode = f"{mode}, blocks" if self._learns_blocks else mode
+        mode = f"{self.adaround}, equalized" if self.equalize else self.adaround
+        mode = f"{mode}, blocks" if self.learns_blocks else mode
         return fingerprint([mode, repr(model), code, *(part for named in tensors for part in named)])
 
     def reads_data_first(self, plan: Plan) -> bool:
         """True with what needs the activations of all batches before the weights: DMQ, AdaRound, equalization."""
         return (
-            self._equalize
+            self.equalize
             or bool(plan.balanced)
             or any(isinstance(layer.weight, AdaRoundSettings) for layer in plan.enabled)
         )
@@ -310,16 +293,16 @@ class TorchDoor:
         """Fold, balance, and quantize the weights; AdaRound learns from all batches in every process."""
         assert self._traced is not None, "plan comes first"
         balance = balance_of(self._traced, plan, data, ranks)
-        options: dict[str, Any] = {"data": data.all, "equalize": data.all if self._equalize else None}
+        options: dict[str, Any] = {"data": data.all, "equalize": data.all if self.equalize else None}
         made = prepare(
             self._traced,
             plan,
             balance=balance,
-            adaround="later" if self._learns_blocks else self._adaround,
+            adaround="later" if self.learns_blocks else self.adaround,
             ranks=ranks,
             **options,
         )
-        return replace(made, part=self._part)
+        return replace(made, part=self.part)
 
 
 def _offer_parts(model: nn.Module) -> None:

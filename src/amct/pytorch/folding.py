@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -144,18 +144,11 @@ def _shape_problem(layer: nn.Module, norm: nn.modules.batchnorm._BatchNorm, head
 
 def _fold(model: nn.Module, head: Node, norm_node: Node, places: _Places) -> None:
     """Fold one pair in place; a non-finite result raises an error and leaves both unchanged."""
-    layer, norm = layer_module(model, _path(head)), model.get_submodule(_path(norm_node))
-    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    weight, bias = layer.weight, layer.bias
-    assert isinstance(weight, torch.Tensor)
-    assert bias is None or isinstance(bias, torch.Tensor)
-    affine = ChannelAffine.batch_norm(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
-    kind = KIND_OF_TORCH_TYPE[head.op].weight_kind
-    folded = fold_after(weight, bias, kind, getattr(layer, "groups", 1), affine)
+    norm, layer = model.get_submodule(_path(norm_node)), cast("Any", layer_module(model, _path(head)))
+    kind, requires_grad = KIND_OF_TORCH_TYPE[head.op].weight_kind, layer.weight.requires_grad
+    folded = fold_after(layer.weight, layer.bias, kind, getattr(layer, "groups", 1), norm_affine(norm))
     for name, value in zip(("weight", "bias"), folded, strict=True):
-        layer.register_parameter(name, nn.Parameter(value, requires_grad=weight.requires_grad))
+        layer.register_parameter(name, nn.Parameter(value, requires_grad=requires_grad))
     if norm_node.attributes["exact"]:
         identity = nn.Identity().eval()
         for parent, name in places[id(norm)]:
@@ -164,10 +157,13 @@ def _fold(model: nn.Module, head: Node, norm_node: Node, places: _Places) -> Non
         _neutralize(norm)
 
 
-def _neutralize(norm: nn.modules.batchnorm._BatchNorm) -> None:
+def norm_affine(norm: Any) -> ChannelAffine:  # noqa: ANN401  torch's types allow a batch norm without statistics
+    """What a batch norm does to each channel in eval mode."""
+    return ChannelAffine.batch_norm(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+
+
+def _neutralize(norm: Any) -> None:  # noqa: ANN401  as above
     """Let a batch norm that does more (an activation) pass its input on unchanged: (x - 0) / sqrt(1 + 0) · 1 + 0."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
     norm.eps = 0.0
     with torch.no_grad():
         for tensor, value in ((norm.running_mean, 0), (norm.running_var, 1), (norm.weight, 1), (norm.bias, 0)):

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from amct.pytorch.capture.functional_layers import layer_module, layer_name, nam
 from amct.pytorch.capture.program import plain_name, quiet_exporters, uncompiled
 from amct.pytorch.capture.program_graph import call_name
 from amct.pytorch.inputs import example_inputs
-from amct.pytorch.layer_hooks import given_input, hidden_from_modes
+from amct.pytorch.layer_hooks import hidden_from_modes, on_input
 from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
@@ -73,23 +74,15 @@ class TensorWatch:
         channels = {given.tensor: given.observer() for given in self.given}
         return {**channels, **{name: TensorRangeObserver() for name in names}}
 
-    def attach(self, model: nn.Module, observed: ObservedTensors, *, layer_inputs: bool = True) -> AttachedTensorWatch:
-        """Add hooks to the model so that these tensors are observed in every forward.
-
-        Args:
-            model: The model.
-            observed: What observes them, such as a calibration session.
-            layer_inputs: Whether to add hooks for ``given``; not if other hooks of the layers observe these.
-        """
-        return AttachedTensorWatch(self, model, observed, self.given if layer_inputs else ())
+    def attach(self, model: nn.Module, observed: ObservedTensors) -> AttachedTensorWatch:
+        """Add hooks to the model so that a session, say, observes these tensors in every forward."""
+        return AttachedTensorWatch(self, model, observed)
 
 
 class AttachedTensorWatch:
     """A ``TensorWatch`` hooked into one model."""
 
-    def __init__(
-        self, watch: TensorWatch, model: nn.Module, observed: ObservedTensors, given: Sequence[LayerInput]
-    ) -> None:
+    def __init__(self, watch: TensorWatch, model: nn.Module, observed: ObservedTensors) -> None:
         self._watch = watch
         self._model = model
         self._observed = observed
@@ -97,9 +90,9 @@ class AttachedTensorWatch:
         self._calls: Counter[str] = Counter()
         for layer in dict.fromkeys(layer for layer, _ in watch.layers):
             self._handles.append(layer_module(model, layer).register_forward_hook(self._output_hook(layer)))
-        for each in given:
-            hook = self._input_hook(each.tensor)
-            self._handles.append(layer_module(model, each.layer).register_forward_pre_hook(hook, with_kwargs=True))
+        for each in watch.given:
+            seen = partial(observed.observe_tensor, each.tensor)
+            self._handles.append(on_input(layer_module(model, each.layer), seen))
         self._operations: OperationWatch | None = None
         if watch.operations:
             wanted = frozenset((site.path, site.operation) for site in watch.operations)
@@ -133,15 +126,6 @@ class AttachedTensorWatch:
             if name is not None and isinstance(tensor, torch.Tensor):
                 with hidden_from_modes():
                     self._observed.observe_tensor(name, all_values(tensor))
-
-        return show
-
-    def _input_hook(self, name: str) -> Callable[..., None]:
-        def show(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = given_input(args, kwargs)
-            if x is not None:
-                with hidden_from_modes():
-                    self._observed.observe_tensor(name, all_values(x))
 
         return show
 

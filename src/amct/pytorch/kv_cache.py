@@ -24,7 +24,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-from amct import atomic, log
+from amct import log
 from amct.arguments import FILE, check_types, output_file
 from amct.atomic import read_bytes
 from amct.calibration import CalibrationSession, RecordFiles, Stream, all_ranks
@@ -38,9 +38,9 @@ from amct.errors import (
     MissingDefinitionError,
     MissingFileError,
 )
-from amct.pytorch.amct_api import pytorch_function
+from amct.pytorch.amct_api import pytorch_function, write_config
 from amct.pytorch.capture.layer_types import type_name
-from amct.pytorch.layer_hooks import hidden_from_modes, run_own_model_in_context
+from amct.pytorch.layer_hooks import hidden_from_modes, run_in_context
 from amct.pytorch.user_model import refuse_operators, unwrap
 from amct.record import KvCacheRecord, Record, update
 from amct.record.conversion import kv_cache_record
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KV_CACHE_QUANT = "kv_cache_quant"
-_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the latter only
 
 
 @pytorch_function
@@ -86,11 +85,7 @@ def create_quant_cali_config(
     path = output_file(config_file, "config_file")
     model = unwrap(model)
     refuse_operators(model)
-    config = _config(quant_layers, config_defination, _layers(model))
-    for warning in config.warnings:
-        logger.warning("%s", warning)
-    atomic.write_text(path, config.to_json())
-    logger.info("wrote %s", path)
+    write_config(path, _config(quant_layers, config_defination, _layers(model)))
 
 
 @pytorch_function
@@ -137,7 +132,7 @@ def create_quant_cali_model(config_file: AnyPath, record_file: AnyPath, model: n
     watch = _Watch(session)
     hooks = {layer.name: partial(watch.observe, layer.name) for layer in plan.layers}
     undo += [model.get_submodule(name).register_forward_hook(hook).remove for name, hook in hooks.items()]
-    undo.append(run_own_model_in_context(model, watch.forward))
+    undo.append(run_in_context(model, watch.forward, is_own=True))
     finalize(model, _warn_if_incomplete, session, os.fspath(path))
     files.begin(Record(), session.progress)
     return model
@@ -281,7 +276,7 @@ class QuantCalibrationOp(nn.Module):
             TypeError: the name is not a string, the tensor is none, or it has no floating-point numbers.
             RuntimeError: the tensor holds NaN or infinity; the message names the layer and the batch.
         """
-        if not _is_exporting():
+        if not torch.compiler.is_exporting():
             self._calibration.observe(layer_name, tensor)
         return tensor
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -31,7 +32,7 @@ from amct.report.filling import input_key
 from amct.report.measuring import OUTPUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch.utils.hooks import RemovableHandle
@@ -67,12 +68,12 @@ def given_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: 
     return args[1] if len(args) > 1 else kwargs.get("hx")
 
 
+@dataclass(eq=False)
 class Balance:
     """Divides a layer's input by the DMQ factors that its weights are multiplied by."""
 
-    def __init__(self, factors: Tensor, axis: int) -> None:
-        self.factors = factors
-        self.axis = axis
+    factors: Tensor
+    axis: int
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Divide the input; a forward pre-hook with keyword arguments."""
@@ -86,12 +87,12 @@ def _rounded(x: Tensor, qparams: QParams) -> Tensor:
     return fake_quantize(x, qparams.scale, qparams.offset, qparams.bits)
 
 
+@dataclass(eq=False)
 class FakeQuantize:
     """Fake-quantizes a layer's input, and the initial state of a recurrent layer."""
 
-    def __init__(self, data: QParams, state: QParams | None = None) -> None:
-        self.data = data
-        self.state = state
+    data: QParams
+    state: QParams | None = None
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Fake-quantize the input; a forward pre-hook with keyword arguments."""
@@ -109,33 +110,27 @@ class FakeQuantize:
         return ((*args[:1], state), kwargs) if len(args) > 1 else (args, {**kwargs, "hx": state})
 
 
-def observe_inputs(
-    session: CalibrationSession, name: str, module: nn.Module, tensors: Sequence[str] = ()
-) -> list[RemovableHandle]:
-    """Add hooks through which a session observes a layer's input and, for a recurrent layer, its hidden states.
-
-    Args:
-        session: The session.
-        name: The layer.
-        module: The layer's module.
-        tensors: The session's names of the input as a tensor between layers.
-    """
+def on_input(module: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call a function with the whole input tensor of each call of a layer; returns the hook."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = given_input(args, kwargs)
         if x is not None:
             with hidden_from_modes():
-                x = all_values(x)
-                session.observe(name, x)
-                for tensor in tensors:
-                    session.observe_tensor(tensor, x)
+                seen(all_values(x))
+
+    return module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def observe_inputs(session: CalibrationSession, name: str, module: nn.Module) -> list[RemovableHandle]:
+    """Add hooks through which a session observes a layer's input and, for a recurrent layer, its hidden states."""
 
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401  (out, state)
         assert isinstance(module, nn.RNNBase)
         with hidden_from_modes():
             session.observe(name, _states(module, given_state(args, kwargs), output[0]), HIDDEN)
 
-    handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
+    handles = [on_input(module, functools.partial(session.observe, name))]
     if isinstance(module, nn.RNNBase):
         handles.append(module.register_forward_hook(after, with_kwargs=True))
     return handles
@@ -151,33 +146,21 @@ def _states(module: nn.RNNBase, state: Any, output: Tensor) -> Tensor:  # noqa: 
 
 
 def run_in_context(
-    model: nn.Module, context: Callable[[Arguments], AbstractContextManager[object]]
+    model: nn.Module, context: Callable[[Arguments], AbstractContextManager[object]], *, is_own: bool = False
 ) -> Callable[[], None]:
-    """Run every forward of a copied model without gradients and inside ``context(arguments)``.
+    """Run every forward of a model inside ``context(arguments)``.
+
+    Args:
+        model: A copy, which from now on runs without gradients, or the user's own model.
+        context: Makes the context of a forward.
+        is_own: Whether it is the user's own, which has gradients as the user wants them, and in the end its forward.
 
     Returns:
-        A function that removes the context; the model still runs without gradients afterwards.
-    """
-    forward = _ForwardInContext(model.forward, context, gradients=False)
-    model.forward = forward  # only on this instance
-
-    def undo() -> None:
-        forward.context = None
-
-    return undo
-
-
-def run_own_model_in_context(
-    model: nn.Module, context: Callable[[Arguments], AbstractContextManager[object]]
-) -> Callable[[], None]:
-    """Run every forward of the user's own model inside ``context(arguments)``, with gradients as the user has them.
-
-    Returns:
-        A function that gives the model its own forward back.
+        A function that removes the context.
     """
     owns_forward = "forward" in vars(model)
-    inserted_forward = _ForwardInContext(model.forward, context, gradients=True)
-    model.forward = inserted_forward
+    inserted_forward = _ForwardInContext(model.forward, context, gradients=is_own)
+    model.forward = inserted_forward  # only on this instance
     # Weak references: what waits for the end of a calibration must not keep the model alive.
     model_reference, forward_reference = ref(model), ref(inserted_forward)
 
@@ -186,8 +169,8 @@ def run_own_model_in_context(
         if target is None or inserted is None:
             return
         inserted.context, own = None, inserted.forward
-        if vars(target).get("forward") is not inserted:
-            return  # wrapped by somebody else since then: what is left only passes calls on
+        if not is_own or vars(target).get("forward") is not inserted:
+            return  # it goes on without gradients, or is wrapped by somebody else: what is left passes calls on
         if owns_forward:
             target.forward = own
         else:
@@ -222,28 +205,21 @@ class _ForwardInContext:
 # -- a model whose layers are compared ---------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
 class TorchRun:
     """One of two compared torch models.
 
-    Args:
+    Attributes:
         model: The model.
         layers: By layer: the module whose output is compared.
         weights: By layer: its weights, whose balance factors apply to observed inputs.
         shapes_vary: Whether a shape may depend on values, so that it can differ in the other model.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, str],
-        weights: Mapping[str, QuantizedWeights] | None = None,
-        *,
-        shapes_vary: bool = False,
-    ) -> None:
-        self.shapes_vary = shapes_vary
-        self._model = model
-        self._layers = layers
-        self._weights = weights or {}
+    model: nn.Module
+    layers: Mapping[str, str]
+    weights: Mapping[str, QuantizedWeights] = field(default_factory=dict)
+    shapes_vary: bool = False
 
     @contextmanager
     def watch(
@@ -251,22 +227,21 @@ class TorchRun:
     ) -> Iterator[Callable[[Arguments], ModelOutput]]:
         """A context whose value is a function that runs the model on one batch, without gradients."""
         with ExitStack() as stack:
-            for layer, place in self._layers.items() if outputs is not None else ():
+            for layer, place in self.layers.items() if outputs is not None else ():
                 assert outputs is not None
-                hook = layer_module(self._model, place).register_forward_hook(_output_hook(layer, outputs))
+                hook = layer_module(self.model, place).register_forward_hook(_output_hook(layer, outputs))
                 stack.callback(hook.remove)
-            for layer, weights in self._weights.items() if inputs is not None else ():
+            for layer, weights in self.weights.items() if inputs is not None else ():
                 assert inputs is not None
-                module = layer_module(self._model, layer)
-                hook = module.register_forward_pre_hook(_input_hook(layer, weights, inputs), with_kwargs=True)
-                stack.callback(hook.remove)
+                seen = functools.partial(_see_input, layer, weights, inputs)
+                stack.callback(on_input(layer_module(self.model, layer), seen).remove)
             yield self._run
 
     def _run(self, arguments: Arguments) -> ModelOutput:
-        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), arguments)
         with torch.no_grad():
-            value = self._model(*args, **kwargs)
+            value = self.model(*args, **kwargs)
         return torch_output(value)
 
 
@@ -285,13 +260,8 @@ def _output_hook(layer: str, outputs: OnTensor) -> Callable[..., None]:
     return hook
 
 
-def _input_hook(layer: str, weights: QuantizedWeights, inputs: OnTensor) -> Callable[..., None]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = given_input(args, kwargs)
-        if x is not None:
-            inputs(input_key(layer), weights.balanced_input(all_values(x)))
-
-    return hook
+def _see_input(layer: str, weights: QuantizedWeights, inputs: OnTensor, x: Tensor) -> None:
+    inputs(input_key(layer), weights.balanced_input(x))
 
 
 # -- the fake-quantized model ------------------------------------------------------------------------------------------

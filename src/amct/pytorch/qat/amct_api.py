@@ -26,7 +26,7 @@ from amct.export.check.batch import batch_path
 from amct.export.request import SavePath, SaveRequest
 from amct.export.saving import save_files
 from amct.pipeline.compare import reference
-from amct.pytorch.amct_api import pytorch_function
+from amct.pytorch.amct_api import create_config, pytorch_function
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.inputs import IoOptions, example_inputs
 from amct.pytorch.qat.checkpoint import load_state
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from amct.atomic import AnyPath
     from amct.config.plan import RetrainPlan
+    from amct.pytorch.capture.trace import Traced
     from amct.pytorch.preparation import TorchPreparation
     from amct.record import PruneRecord
 
@@ -74,17 +75,7 @@ def create_quant_retrain_config(
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run on the example input, or is already quantized.
     """
-    path = output_file(config_file, "config_file")
-    text = read_bytes(config_defination) if config_defination is not None else None
-    layers = cached_trace(model, input_data).config_layers()
-    if config_defination is not None and text is not None:
-        config = PYTORCH_QAT.expand_config(text, os.fspath(config_defination), layers)
-    else:
-        config = PYTORCH_QAT.default_config(layers)
-    for warning in config.warnings:
-        logger.warning("%s", warning)
-    atomic.write_text(path, config.to_json())
-    logger.info("wrote %s", path)
+    create_config(PYTORCH_QAT, config_file, model, input_data, config_defination)
 
 
 @pytorch_function
@@ -192,10 +183,7 @@ def save_quant_retrain_model(  # noqa: PLR0913  AMCT's signature
     io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
     inputs = example_inputs(trained, input_data)
     preparation = trained.preparation((inputs.args, inputs.kwargs), io)
-    layers = preparation.traced.config_layers()
-    _check_config(
-        PYTORCH_QAT.make_plan(PYTORCH_QAT.read_config(content, os.fspath(config_file), layers), layers), trained.plan
-    )
+    _check_config(_plan(content, config_file, preparation.traced), trained.plan)
     save_trained(trained, preparation, path, where)
 
 
@@ -231,12 +219,15 @@ def save_trained(
 def _built(config_file: AnyPath, model: nn.Module, input_data: object) -> QatModel:
     content = read_bytes(config_file)
     traced = cached_trace(model, input_data)
-    layers = traced.config_layers()
-    plan = PYTORCH_QAT.make_plan(PYTORCH_QAT.read_config(content, os.fspath(config_file), layers), layers)
-    trainable = build(traced, plan, only_behind_relu=True)
+    trainable = build(traced, _plan(content, config_file, traced), only_behind_relu=True)
     for skip in (*traced.skips, *trainable.not_folded):
         logger.info("left as it is: %s", skip)
     return trainable
+
+
+def _plan(content: bytes, config_file: AnyPath, traced: Traced) -> RetrainPlan:
+    layers = traced.config_layers()
+    return PYTORCH_QAT.make_plan(PYTORCH_QAT.read_config(content, os.fspath(config_file), layers), layers)
 
 
 def _empty_record(path: Path) -> None:

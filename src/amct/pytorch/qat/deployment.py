@@ -16,18 +16,18 @@ import torch
 from torch import nn
 
 from amct import log
+from amct.calibration.session import HIDDEN, INPUT
 from amct.calibration.streams import ObservedTensors
 from amct.errors import ExportError, TrainingError
 from amct.numerics.affine import integer_range
 from amct.numerics.arq import from_channels_first
-from amct.numerics.fold import ChannelAffine
 from amct.numerics.qparams import LayerQParams, Observed, QParams, with_means
 from amct.numerics.training.quantizers import fold_into_integers
 from amct.pipeline.weights import QuantizedWeight, QuantizedWeights
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.functional_layers import child_path, functional_layers, layer_module
 from amct.pytorch.capture.layer_types import float_weights, put_weights
-from amct.pytorch.folding import fuse
+from amct.pytorch.folding import fuse, norm_affine
 from amct.pytorch.intermediate_tensors import find_tensors
 from amct.pytorch.onnx.float_onnx import TracedOnnx
 from amct.pytorch.preparation import TorchPreparation
@@ -46,7 +46,6 @@ from amct.pytorch.qat.operations import (
     remove_operations,
     share_quantizer,
 )
-from amct.pytorch.qat.quantizers import ActivationQuantizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
     from amct.pytorch.intermediate_tensors import TensorWatch
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.qat.model import QatState
-    from amct.pytorch.qat.quantizers import WeightQuantizer
 
 
 def check_trained(model: nn.Module) -> None:
@@ -122,32 +120,19 @@ def prepare_trained(
         if name not in layers:
             continue
         norm = fused.fusions.get(name)
-        multiplier = None if norm is None else _multiplier(trained.get_submodule(norm))
+        multiplier = None if norm is None else norm_affine(trained.get_submodule(norm)).multiplier
         weights[name] = _trained_weights(
             layers[name], layer_module(fused.model, name), multiplier, can_pack=traced.layers[name].can_pack
         )
     return TorchPreparation.of(traced, fused, state.plan.deployed(), weights, is_trained=True)
 
 
-def _multiplier(norm: nn.Module) -> Tensor:
-    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    return ChannelAffine.batch_norm(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias).multiplier
-
-
 def _trained_weights(
     layer: QuantizedLayer, folded: nn.Module, multiplier: Tensor | None, *, can_pack: bool
 ) -> QuantizedWeights:
     """The weights of one layer on their trained grid; the folded float weights become the same."""
-    quantizers: Mapping[str, WeightQuantizer] = {
-        "weight": layer.weight_quantizer,
-        "weight_ih_l0": layer.weight_quantizer,
-        "weight_hh_l0": layer._modules.get("state_weight_quantizer"),  # type: ignore[dict-item]
-    }
     found = []
-    for source in float_weights(folded):
-        quantizer = quantizers[source.name]
+    for source, quantizer in zip(float_weights(folded), layer.weight_quantizers, strict=True):
         trained = getattr(layer, source.name)
         integers, scale = quantizer.integers(trained), quantizer.scales(trained).reshape(-1).float()
         if multiplier is not None:
@@ -183,9 +168,8 @@ def trained_layers(
 
 
 def _with_clips(qparams: LayerQParams, layer: QuantizedLayer) -> LayerQParams:
-    state = layer._modules.get("state_quantizer")
-    hidden = state.qparams() if isinstance(state, ActivationQuantizer) else None
-    return replace(qparams, inputs={0: layer.activation.qparams()}, hidden=hidden)
+    found = {name: quantizer.qparams() for name, quantizer in layer.activations.items()}
+    return replace(qparams, inputs={0: found[INPUT]}, hidden=found.get(HIDDEN))
 
 
 def observe_tensors(

@@ -16,7 +16,7 @@ from torch import nn
 
 from amct import log
 from amct.calibration import CalibrationSession
-from amct.calibration.session import HIDDEN, INPUT, Stream
+from amct.calibration.session import Stream
 from amct.config.plan import OPEN_ENDED, say_fixed_min
 from amct.config.python_config import retrain_plan_of
 from amct.errors import ArgumentError, ArgumentTypeError, ModelError
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from amct.pipeline.batches import BatchInputs
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.layer_hooks import Arguments
-    from amct.pytorch.qat.layers import QuantizedLayer
     from amct.pytorch.qat.model import QatModel
     from amct.report.measuring import Metric
 
@@ -310,9 +309,7 @@ def _positive_inputs(layers: Iterable[RetrainLayerPlan], traced: Traced, *, only
 def start_weights(model: nn.Module) -> None:
     """Let the learned scale of every weight start where its squared rounding error is least."""
     for layer in quantized_layers(model).values():
-        names = ("weight_quantizer", "state_weight_quantizer")
-        for name, part in zip(names, trained_parts(layer), strict=False):
-            quantizer = getattr(layer, name)
+        for quantizer, part in zip(layer.weight_quantizers, trained_parts(layer), strict=True):
             found = least_error_scale(
                 part.tensor,
                 kind=part.kind,
@@ -352,30 +349,24 @@ def start_activations(model: nn.Module, batches: Iterable[Arguments]) -> tuple[d
             module.training = mode
     for name, layer in layers.items():
         found = session.result.layers[name]
-        for stream, quantizer in _quantizers(layer):
+        for stream, quantizer in layer.activations.items():
             if not quantizer.is_ready:
                 quantizer.set_clips(found[stream].clip_min, found[stream].clip_max)
     return {name: layer.activation.clips for name, layer in layers.items()}, count
 
 
-def _quantizers(layer: QuantizedLayer) -> Iterator[tuple[str, ActivationQuantizer]]:
-    """The activation quantizers of a layer, by the name of their stream."""
-    yield INPUT, layer.activation
-    state = layer._modules.get("state_quantizer")
-    if isinstance(state, ActivationQuantizer):
-        yield HIDDEN, state
-
-
 def _streams(model: nn.Module) -> Iterator[Stream]:
     owners: dict[ActivationQuantizer, str] = {}
     for name, layer in quantized_layers(model).items():
-        for what, quantizer in _quantizers(layer):
+        for what, quantizer in layer.activations.items():
             leader = owners.setdefault(quantizer, name)
-            yield _stream(name, what, quantizer, None if leader == name else (leader, what))
-
-
-def _stream(name: str, what: str, quantizer: ActivationQuantizer, leader: tuple[str, str] | None) -> Stream:
-    search = WIDE_SEARCH if quantizer.bits < FEW_BITS else IfmrSettings().search_range
-    settings = IfmrSettings(num_bits=quantizer.bits, search_range=search)
-    make = functools.partial(IfmrObserver, settings)
-    return Stream(layer=name, name=what, settings=settings, batch_num=OPEN_ENDED, make_observer=make, same_as=leader)
+            search = WIDE_SEARCH if quantizer.bits < FEW_BITS else IfmrSettings().search_range
+            settings = IfmrSettings(num_bits=quantizer.bits, search_range=search)
+            yield Stream(
+                layer=name,
+                name=what,
+                settings=settings,
+                batch_num=OPEN_ENDED,
+                make_observer=functools.partial(IfmrObserver, settings),
+                same_as=None if leader == name else (leader, what),
+            )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from amct.calibration.session import HIDDEN, INPUT
 from amct.model.kinds import KIND_OF_TORCH_TYPE
 from amct.pipeline.weights import FloatWeight
 from amct.pytorch.capture.functional_layers import named_layers
@@ -45,6 +46,16 @@ class QuantizedLayer(nn.Module):
     def activation(self) -> ActivationQuantizer:
         """The quantizer of the input, this layer's own or that of another layer."""
         return self._leader[0] if self._leader else self.input_quantizer
+
+    @property
+    def activations(self) -> Mapping[str, ActivationQuantizer]:
+        """The quantizers of what the layer reads, by the name of its stream in a calibration."""
+        return {INPUT: self.activation}
+
+    @property
+    def weight_quantizers(self) -> tuple[WeightQuantizer, ...]:
+        """The quantizer of each weight."""
+        return (self.weight_quantizer,)
 
     def quantized_input(self, x: Tensor) -> Tensor:
         """The input on its grid."""
@@ -147,12 +158,22 @@ class _QuantizedRecurrent(QuantizedLayer):
     state_quantizer: ActivationQuantizer
     state_weight_quantizer: WeightQuantizer
 
+    @property
+    def activations(self) -> Mapping[str, ActivationQuantizer]:
+        """Those of input and hidden state."""
+        return {**super().activations, HIDDEN: self.state_quantizer}
+
+    @property
+    def weight_quantizers(self) -> tuple[WeightQuantizer, ...]:
+        """Those of the weights of the input and of the hidden state."""
+        return self.weight_quantizer, self.state_weight_quantizer
+
     def forward(self, input: Tensor, hx: Any = None) -> Any:  # noqa: A002, ANN401  torch's name; a tensor, a pair or None
         """Run the recurrent layer on quantized input, state and weights."""
         layer = cast("Any", self)
         x = self.quantized_input(input)
         h, state = self._quantized_state(hx)
-        quantizers = {"weight_ih_l0": self.weight_quantizer, "weight_hh_l0": self.state_weight_quantizer}
+        quantizers = dict(zip(("weight_ih_l0", "weight_hh_l0"), self.weight_quantizers, strict=True))
         plain = layer._flat_weights
         layer._flat_weights = [
             quantizers[name](weight) if name in quantizers else weight

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -156,13 +156,9 @@ def has_operations(model: nn.Module) -> bool:
 @contextmanager
 def called(module: nn.Module) -> Iterator[_Frame]:
     """The context of a module's call: its hooks and its forward."""
-    operations = _current()
-    if operations is None:
-        operations = _Operations()
-        with operations.mode, operations.frame(module) as frame:
-            yield frame
-        return
-    with operations.frame(module) as frame:
+    running = _current()
+    operations = running or _Operations()
+    with nullcontext() if running else operations.mode, operations.frame(module) as frame:
         yield frame
 
 

@@ -160,13 +160,13 @@ def _pooled_axes(operator: str) -> int:
     return int(operator.partition("_pool")[2][0])
 
 
-def _with_batch(to: Writer, x: Value, rank: int) -> Value:
-    """The tensor with a batch axis, which torch lets users leave out."""
-    return x if x.rank == rank + 2 else to.unsqueeze(x, [0])
-
-
-def _finished(to: Writer, x: Value) -> Value:
-    return x if x.rank == len(to.shape) else to.squeeze(x, [0])
+def _pooled(to: Writer, operator: str, x: Value, **settings: Any) -> Value:
+    """A pooling of the last axes; ONNX needs the batch axis, which torch lets users leave out."""
+    rank = len(settings["kernel_shape"])
+    given = x if x.rank == rank + 2 else to.unsqueeze(x, [0])
+    shape = [*given.shape[:2], *to.shape[-rank:]]
+    found = to.add(operator, given, shape=shape, **settings)
+    return found if given is x else to.squeeze(found, [0])
 
 
 def _beyond(x: Value, shape: Sequence[Size], kernel: list[int], stride: list[int], before: list[int]) -> list[int]:
@@ -201,15 +201,8 @@ def max_pool(
         after = _beyond(x, to.shape, windows, strides, before)
         if any(pad >= size for pad, size in zip(after, kernel, strict=True)):
             raise NotLoweredError("a pooling whose last window is mostly outside")
-    given = _with_batch(to, x, rank)
-    shape = [*given.shape[:2], *to.shape[-rank:]]
-    settings: dict[str, Any] = {
-        "dilations": dilations,
-        "kernel_shape": kernel,
-        "pads": [*before, *after],
-        "strides": strides,
-    }
-    return _finished(to, to.add("MaxPool", given, shape=shape, **settings))
+    pads = [*before, *after]
+    return _pooled(to, "MaxPool", x, dilations=dilations, kernel_shape=kernel, pads=pads, strides=strides)
 
 
 @rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
@@ -232,17 +225,15 @@ def average_pool(
     kernel, before = spread(kernel_size, rank), spread(padding, rank)
     strides = spread(stride, rank) or kernel
     after = _beyond(x, to.shape, kernel, strides, before) if ceil_mode else before
-    counted = count_include_pad and any(before)
-    given = _with_batch(to, x, rank)
-    shape = [*given.shape[:2], *to.shape[-rank:]]
+    counted = int(count_include_pad and any(before))
     if counted and after != before:
-        amounts = to.ints([0, 0, *before, 0, 0, *before])
-        padded = [*given.shape[:2], *(size + 2 * pad for size, pad in zip(given.shape[2:], before, strict=True))]
-        given = to.add("Pad", given, amounts, shape=padded)
-        before, after, counted = [0] * rank, [b - a for a, b in zip(before, after, strict=True)], False
-    settings: dict[str, Any] = {"kernel_shape": kernel, "pads": [*before, *after], "strides": strides}
-    found = to.add("AveragePool", given, shape=shape, count_include_pad=int(counted), **settings)
-    return _finished(to, found)
+        front = [0] * (x.rank - rank)
+        amounts = to.ints([*front, *before, *front, *before])
+        sizes = (size + 2 * pad for size, pad in zip(x.shape[-rank:], before, strict=True))
+        x = to.add("Pad", x, amounts, shape=[*x.shape[:-rank], *sizes])
+        before, after, counted = [0] * rank, [b - a for a, b in zip(before, after, strict=True)], 0
+    pads = [*before, *after]
+    return _pooled(to, "AveragePool", x, count_include_pad=counted, kernel_shape=kernel, pads=pads, strides=strides)
 
 
 # -- adaptive ----------------------------------------------------------------------------------------------------------
@@ -261,9 +252,7 @@ def adaptive_average_pool(to: Writer, x: Value, output_size: Sequence[int]) -> V
         return x
     if all(size % result == 0 for size, result in zip(sizes, results, strict=True)):
         kernel = [size // result for size, result in zip(sizes, results, strict=True)]
-        given = _with_batch(to, x, rank)
-        shape = [*given.shape[:2], *results]
-        return _finished(to, to.add("AveragePool", given, shape=shape, kernel_shape=kernel, strides=kernel))
+        return _pooled(to, "AveragePool", x, kernel_shape=kernel, strides=kernel)
     if rank > 2:
         raise NotLoweredError("an adaptive pooling of three axes to windows of different sizes")
     last = to.constant(_window_means(sizes[-1], results[-1]).to(x.dtype))
@@ -295,9 +284,7 @@ def adaptive_max_pool(to: Writer, x: Value, output_size: Sequence[int]) -> Value
     if any(size % result for size, result in zip(known, results, strict=True)):
         raise NotLoweredError("an adaptive maximum over windows of different sizes")
     kernel = [size // result for size, result in zip(known, results, strict=True)]
-    given = _with_batch(to, x, rank)
-    shape = [*given.shape[:2], *results]
-    return _finished(to, to.add("MaxPool", given, shape=shape, kernel_shape=kernel, strides=kernel))
+    return _pooled(to, "MaxPool", x, kernel_shape=kernel, strides=kernel)
 
 
 _MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}

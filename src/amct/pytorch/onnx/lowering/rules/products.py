@@ -125,43 +125,20 @@ def _folded_mask(to: Writer, mask: Value) -> Value | None:
 _GATES = {"LSTM": LayerKind.LSTM.onnx_gates, "GRU": LayerKind.GRU.onnx_gates, "RNN": (0,)}
 
 
-@rule("amct::lstm")
-def quantizable_lstm(
-    to: Writer,
-    x: Value,
-    h: Value | None,
-    c: Value | None,
-    weight_ih: Value,
-    weight_hh: Value,
-    bias_ih: Value | None,
-    bias_hh: Value | None,
+@rule("amct::lstm", "amct::gru", implied=("bias_ih", "bias_hh"))
+def quantizable_layer(
+    to: Writer, x: Value, h: Value | None, weight_ih: Value, weight_hh: Value, operator: str, c: Value | None = None
 ) -> list[Value]:
-    """One node; it gets its weights in ONNX's order when the layers are placed."""
-    del bias_ih, bias_hh
-    return _one_direction(to, "LSTM", [x, weight_ih, weight_hh, None, None, h, c])
-
-
-@rule("amct::gru")
-def quantizable_gru(
-    to: Writer,
-    x: Value,
-    h: Value | None,
-    weight_ih: Value,
-    weight_hh: Value,
-    bias_ih: Value | None,
-    bias_hh: Value | None,
-) -> list[Value]:
-    """One node; it gets its weights in ONNX's order when the layers are placed."""
-    del bias_ih, bias_hh
-    return _one_direction(to, "GRU", [x, weight_ih, weight_hh, None, None, h], linear_before_reset=1)
-
-
-def _one_direction(to: Writer, operator: str, inputs: list[Value | None], **settings: object) -> list[Value]:
+    """One node; it gets its weights in ONNX's order, and its biases, when the layers are placed."""
     output, *last = [tuple(each.shape) for each in to.result]
     steps, batch, hidden = output
-    dtype = to.result[0].dtype
-    outputs = [(dtype, shape) for shape in ((steps, 1, batch, hidden), *last)]
-    found, *states = to.add_many(operator, *inputs, outputs=outputs, **settings)
+    shapes = ((steps, 1, batch, hidden), *last)
+    found, *states = to.add_many(
+        operator.upper(),
+        *(x, weight_ih, weight_hh, None, None, h, c),
+        outputs=[(to.result[0].dtype, shape) for shape in shapes],
+        linear_before_reset=1 if operator == "gru" else None,
+    )
     return [to.squeeze(found, [1]), *states]
 
 
