@@ -109,8 +109,8 @@ def test_the_copy_that_was_calibrated_is_freed_at_once(monkeypatch, is_part):
     copies = []
 
     class Watched(intermediate_tensors.AttachedTensorWatch):
-        def __init__(self, watch, model, session, given):
-            super().__init__(watch, model, session, given)
+        def __init__(self, watch, model, session):
+            super().__init__(watch, model, session)
             assert self._operations is not None  # operations between the layers are observed too
             copies.append(weakref.ref(model))
 

@@ -67,6 +67,7 @@ def learn_rounding(
         CalibrationError: no data reaches a layer, or its loss is not finite; the message names the layer.
     """
     layers = [layer for layer in preparation.layer_plans if isinstance(layer.weight, AdaRoundSettings)]
+    together = ranks if fast else ALONE
     batches = list(data())  # read once: a loader may shuffle, and inputs and target outputs must match
     quantized = preparation.quantized_copy()
     for name, weights in preparation.weights.items():
@@ -82,7 +83,8 @@ def learn_rounding(
             advance(0, description=f"AdaRound {layer.name}")
             target = outputs.of(layer.name)
             inputs = _collect(quantized, [layer.name], batches, inputs=True, begin=cache.begin)[layer.name]
-            found = _learn_layer(layer, preparation, inputs, target, _Division(ranks, fast=fast), notes)
+            learn = functools.partial(_learn, layer, fast=fast, ranks=together)
+            found = _learn_layer(layer.name, preparation, inputs, target, learn, notes)
             put_weights(layer_module(quantized, layer.name), found.real())
             cache.finish(layer.name)
             learned[layer.name] = found
@@ -99,22 +101,20 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _learn_layer(
-    layer: LayerPlan,
+    name: str,
     preparation: TorchPreparation,
     inputs: list[Tensor],
     target: list[Tensor],
-    division: _Division,
+    learn: Callable[[AdaRoundLayer, CachedData], AdaRoundResult],
     notes: dict[str, list[str]],
 ) -> QuantizedWeights:
     """Learn one layer; ``notes`` has what is worth saying, with the layers of which it is said."""
-    before = preparation.weights[layer.name]
-    module = layer_module(preparation.fused.model, layer.name)
+    before = preparation.weights[name]
+    module = layer_module(preparation.fused.model, name)
     if not inputs:
-        raise CalibrationError(f'layer "{layer.name}": no data reaches it, so AdaRound cannot learn; use ARQ for it')
+        raise CalibrationError(f'layer "{name}": no data reaches it, so AdaRound cannot learn; use ARQ for it')
     if not _is_plain_operation(module, inputs[0], target[0]):
-        logger.info(
-            'layer "%s": its forward uses other settings than its own, so ARQ rounds it, not AdaRound', layer.name
-        )
+        logger.info('layer "%s": its forward uses other settings than its own, so ARQ rounds it, not AdaRound', name)
         return before
     pairs, own = _merged(module, inputs, target)
     (weight,) = before.weights
@@ -123,12 +123,12 @@ def _learn_layer(
         weight=weight.source.balanced(),
         bias=bias.detach().float() if isinstance(bias, Tensor) else None,
         geometry=_geometry(module),
-        activation=activation_after(layer.name, preparation.traced, preparation.fused),
+        activation=activation_after(name, preparation.traced, preparation.fused),
     )
-    result = _learn(layer, described, pairs, division)
+    result = learn(described, pairs)
     for note in (*own, *result.notes):
-        notes.setdefault(note, []).append(layer.name)
-    logger.debug('layer "%s": loss %g, was %g', layer.name, result.final_loss, result.initial_loss)
+        notes.setdefault(note, []).append(name)
+    logger.debug('layer "%s": loss %g, was %g', name, result.final_loss, result.initial_loss)
     learned = replace(weight, qparams=result.qparams, stored=result.weight)
     return replace(before, weights=(learned,), custom_rounding=True)
 
@@ -142,36 +142,14 @@ def _is_plain_operation(module: nn.Module, x: Tensor, y: Tensor) -> bool:
         return bool(own.forward(module, x).shape == y.shape)
 
 
-@dataclass(frozen=True)
-class _Division:
-    """How the work is done: in the fast mode or not, by which processes."""
-
-    ranks: Ranks
-    fast: bool
-
-    def meeting(self, layer: str) -> Meeting | None:
-        """The meeting of the processes after they have learned a layer; None if there are no others."""
-        if self.ranks.is_alone or not self.fast:
-            return None
-        return Meeting(self.ranks, fingerprint(["AdaRound", layer]))
-
-    def share(self, meeting: Meeting | None) -> RowShare | None:
-        """The output channels of this process."""
-        if meeting is None:
-            return None
-
-        def gather(rows: Tensor) -> list[Tensor]:
-            found = meeting.exchange({"rows": rows.cpu().numpy()})
-            return [torch.from_numpy(each["rows"]).to(rows.device) for each in found]
-
-        return RowShare(self.ranks.rank, self.ranks.size, gather)
-
-
-def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, division: _Division) -> AdaRoundResult:
+def _learn(
+    layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, *, fast: bool, ranks: Ranks
+) -> AdaRoundResult:
+    """Learn a layer, of several processes each some of its output channels."""
     settings = layer.weight
     assert isinstance(settings, AdaRoundSettings)
-    learning = Learning(**vars(settings), fast=division.fast)
-    meeting = division.meeting(layer.name)
+    meeting = None if ranks.is_alone else Meeting(ranks, fingerprint(["AdaRound", layer.name]))
+    share = None if meeting is None else RowShare(ranks.rank, ranks.size, functools.partial(_gathered, meeting))
     with log.bar(f"  {layer.name}", max(settings.num_iteration, 1)) as advance:
         done = 0
 
@@ -186,13 +164,19 @@ def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, divisi
             return adaround(
                 described,
                 pairs,
-                learning,
+                Learning(**vars(settings), fast=fast),
                 generator=torch.Generator().manual_seed(_SEED),
                 progress=report,
-                share=division.share(meeting),
+                share=share,
             )
         except AmctError as error:
             raise layer_error(layer.name, error) from error
+
+
+def _gathered(meeting: Meeting, rows: Tensor) -> list[Tensor]:
+    """The rows that each process has learned."""
+    found = meeting.exchange({"rows": rows.cpu().numpy()})
+    return [torch.from_numpy(each["rows"]).to(rows.device) for each in found]
 
 
 def _geometry(module: nn.Module) -> ConvolutionGeometry | None:
@@ -383,7 +367,7 @@ class OutputCache:
         self._all_finished = True
         for name, module in named_layers(model):
             if module is not model and next(module.parameters(), None) is not None:
-                module.forward = _CachedForward(self, name, module.forward)  # only on this instance
+                module.forward = functools.partial(_cached_forward, self, name, module.forward)  # of this instance
 
     def begin(self, batch: int) -> None:
         """Start batch number ``batch``; call before its forward."""
@@ -416,18 +400,11 @@ class OutputCache:
             self._outputs[name, self._batch] = output.detach().clone()
 
 
-class _CachedForward:
+def _cached_forward(cache: OutputCache, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the module
     """A forward that returns the cached output if there is one."""
-
-    def __init__(self, cache: OutputCache, name: str, forward: Callable[..., Any]) -> None:
-        self._cache = cache
-        self._name = name
-        self._forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  whatever the module takes and gives
-        known = self._cache.lookup(self._name)
-        if known is not None:
-            return known
-        result = self._forward(*args, **kwargs)
-        self._cache.store(self._name, result)
-        return result
+    known = cache.lookup(name)
+    if known is not None:
+        return known
+    result = forward(*args, **kwargs)
+    cache.store(name, result)
+    return result

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from amct.calibration import ALONE
 from amct.calibration.ranks import fingerprint
@@ -24,7 +23,7 @@ from amct.pytorch.blocks.reconstruction import reconstructed
 from amct.pytorch.calibrating import balance_of
 from amct.pytorch.capture.functional_layers import find_functional_layers, layer_module
 from amct.pytorch.folding import fuse
-from amct.pytorch.inputs import IoOptions, example_inputs, torch_batches
+from amct.pytorch.inputs import IoOptions, argument_tensors, example_inputs, torch_batches
 from amct.pytorch.layer_hooks import TorchRun
 from amct.pytorch.onnx.float_onnx import float_onnx, trace_for_files
 from amct.pytorch.part import Part, offered_parts
@@ -249,7 +248,7 @@ class TorchDoor:
     def _with_sizes_looked_at(self, arguments: Arguments) -> Arguments:
         """The arguments; if their sizes are not those of the files, the log says so once."""
         traced = self._traced
-        given = [tensor for tensor in pytree.tree_leaves(arguments) if isinstance(tensor, torch.Tensor)]
+        given = argument_tensors(arguments)
         if traced is None or traced.program is None or self._told_of_sizes or len(given) != len(traced.names.inputs):
             return arguments
         fixed: dict[str, list[int]] = {}

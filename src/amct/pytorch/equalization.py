@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from amct.pipeline.equalization import check_alone, equalization
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import float_weights, put_weights
 from amct.pytorch.onnx.float_onnx import float_onnx
-from amct.pytorch.user_model import as_array, copy_model
+from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from numpy.typing import NDArray
+    from collections.abc import Iterable
 
     from amct.config.plan import Plan
     from amct.pytorch.capture.trace import Traced
@@ -45,14 +43,8 @@ def equalized(traced: Traced, fused: Fused, plan: Plan, batches: Iterable[Argume
         logger.warning("nothing is equalized: %s", error)
         return fused
     graph, layers, _ = find_layers(onnx.model, onnx.bindings)
-
-    def feeds() -> Iterator[dict[str, NDArray[Any]]]:
-        for arguments in batches:
-            tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-            yield {name: as_array(tensor) for name, tensor in zip(traced.names.inputs, tensors, strict=True)}
-
     one_scale = [layer.name for layer in plan.layers if layer.has_one_scale]
-    found = equalization(onnx.model, graph, layers, feeds(), one_scale=one_scale)
+    found = equalization(onnx.model, graph, layers, map(traced.onnx_inputs, batches), one_scale=one_scale)
     model = copy_model(fused.model, share_tensors=True)
     for name in found.layers:
         module = layer_module(model, name)

@@ -51,7 +51,7 @@ class ExampleInputs:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments, in the order in which an exported model takes them."""
-        return _tensors((self.args, self.kwargs))
+        return argument_tensors((self.args, self.kwargs))
 
 
 def example_inputs(model: nn.Module, input_data: object, *, name: str = "input_data") -> ExampleInputs:
@@ -64,7 +64,7 @@ def example_inputs(model: nn.Module, input_data: object, *, name: str = "input_d
         ModelError: it holds no tensor, or the forward does not accept these arguments.
     """
     args, kwargs = _split(model, input_data)
-    if not _tensors((args, kwargs)):
+    if not argument_tensors((args, kwargs)):
         raise ModelError(
             f"{name}: expected a tensor, or a tuple or dict of tensors, got {_described(input_data)}; "
             "pass one example input of the model (torch.from_numpy turns an array into a tensor)"
@@ -72,7 +72,7 @@ def example_inputs(model: nn.Module, input_data: object, *, name: str = "input_d
             else f"{name}: expected batches that are tensors, arrays, or tuples or dicts of them, "
             f"got {_described(input_data)}"
         )
-    odd = next((tensor for tensor in _tensors((args, kwargs)) if not is_dense(tensor)), None)
+    odd = next((tensor for tensor in argument_tensors((args, kwargs)) if not is_dense(tensor)), None)
     if odd is not None:
         layout = "a nested tensor" if odd.is_nested else f"a tensor of layout {odd.layout}"
         raise ModelError(f"{name}: expected tensors whose values lie in a grid, got {layout}; give a dense tensor")
@@ -86,7 +86,8 @@ def example_inputs(model: nn.Module, input_data: object, *, name: str = "input_d
     return ExampleInputs(args=args, kwargs=kwargs, names=_tensor_names(model, args, kwargs))
 
 
-def _tensors(arguments: object) -> list[Tensor]:
+def argument_tensors(arguments: object) -> list[Tensor]:
+    """The tensors in lists, tuples and dicts of arguments."""
     return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
@@ -167,8 +168,7 @@ def torch_batches(model: nn.Module, data: object, inputs: BatchInputs | None = N
 
 def samples_in(batch: object) -> int:
     """The size of the first dimension of the first tensor in a batch."""
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
-    return tensors[0].shape[0] if tensors else 1
+    return next((tensor.shape[0] for tensor in argument_tensors(batch) if tensor.ndim > 0), 1)
 
 
 def _with_tensors(batch: object) -> object:

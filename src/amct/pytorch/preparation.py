@@ -29,7 +29,7 @@ from amct.pytorch.inputs import samples_in, tensors_in, torch_batches, with_tens
 from amct.pytorch.intermediate_tensors import find_tensors
 from amct.pytorch.layer_hooks import TorchRun, fake_quant_copy, torch_output
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, TracedOnnx, float_onnx
-from amct.pytorch.user_model import as_array, copy_model, own_parameters
+from amct.pytorch.user_model import copy_model, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -259,9 +259,7 @@ class TorchPreparation(PreparedForOnnx):
 
     def onnx_inputs(self, arguments: Arguments) -> dict[str, NDArray[Any]]:
         """The tensors among the arguments of the forward, by the input names of the ONNX files."""
-        args, kwargs = arguments
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        return {name: as_array(tensor) for name, tensor in zip(self.traced.names.inputs, tensors, strict=True)}
+        return self.traced.onnx_inputs(arguments)
 
     def onnx_outputs(self, arrays: Mapping[str, NDArray[Any]]) -> ModelOutput:
         """The outputs of an ONNX file in the structure that the module returns; numbers and the like are its own."""

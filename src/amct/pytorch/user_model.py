@@ -16,9 +16,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.overrides import TorchFunctionMode
 
 from amct.errors import ModelError
+from amct.pytorch.call_sites import FunctionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -54,7 +54,7 @@ def copy_model(model: nn.Module, *, share_tensors: bool = False, without: Iterab
     shared = {tensor.data_ptr() for tensor in without} - {0}
     memo = {id(tensor): _copied(tensor, share_tensors or (_address(tensor) in shared)) for tensor in _tensors(model)}
     memo.update({id(each): type(each)() for each in empty_attributes(model)})
-    with _CopiedFeatures():
+    with FunctionMode(_copy_features):
         try:
             duplicate: nn.Module = copy.deepcopy(model, memo)
         except Exception as error:
@@ -78,16 +78,11 @@ def copy_in_its_mode(model: nn.Module) -> nn.Module:
     return duplicate
 
 
-class _CopiedFeatures(TorchFunctionMode):
-    """Lets features that a hook kept on the model (results with a gradient) be copied: by their values."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401  whatever the function returns
-        del types
-        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
-            return args[0].detach().clone()
-        return func(*args, **(kwargs or {}))
+def _copy_features(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  any result
+    """Let features that a hook kept on the model (results with a gradient) be copied: by their values."""
+    if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+        return args[0].detach().clone()
+    return func(*args, **kwargs)
 
 
 def _rebound(hook: FunctionType, memo: dict[int, Any]) -> FunctionType:

@@ -1,7 +1,5 @@
 """The messages of AMCT's ``distill_config_pytorch.proto``."""
 
-from __future__ import annotations
-
 from amct.schema.generated import generated_names
 
 __getattr__, __dir__ = generated_names(__name__, "distill_config.proto")

@@ -151,7 +151,7 @@ def functional_calls(
 def with_operands(
     func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], **operands: object
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call that ``functional_call`` reads, with other values for ``weight`` and ``bias``."""
+    """The arguments of a call that ``functional_calls`` reads, with other ``input``, ``weight`` or ``bias``."""
     names = tuple(_FORMS[func][1].items())
     given = [operands.get(name, value) for (_, name), value in zip(names, args, strict=False)]
     by_name = {own: operands[name] for own, name in names[len(args) :] if name in operands}

@@ -17,8 +17,8 @@ import functools
 import logging
 import threading
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -40,7 +40,7 @@ from amct.pytorch.capture.layer_types import (
 from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from amct.pytorch.capture.functional_calls import AnyPart, FunctionalCall, Settings
     from amct.pytorch.inputs import ExampleInputs
@@ -68,15 +68,6 @@ class LayerSource:
     def kind(self) -> tuple[object, ...]:
         """What tells the calls on one parameter apart."""
         return self.channels, self.type, self.settings, self.with_bias
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FunctionalLayer:
-    """A layer found in the functional calls of a model; ``bias`` is its value."""
-
-    name: str
-    source: LayerSource
-    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +106,7 @@ def _stored(model: nn.Module, parameter: str) -> Any:  # noqa: ANN401  a paramet
     return getattr(model.get_submodule(owner), attribute)
 
 
-def _as_module(layer: FunctionalLayer, parameter: Tensor) -> nn.Module:
-    source = layer.source
+def _as_module(source: LayerSource, parameter: Tensor, bias: Tensor | None) -> nn.Module:
     weight = source.channels.of(parameter.detach())
     settings = dict(source.settings)
     groups = settings.get("groups", 1)
@@ -130,34 +120,32 @@ def _as_module(layer: FunctionalLayer, parameter: Tensor) -> nn.Module:
     # On the meta device neither memory nor random numbers are spent on parameters that are replaced at once.
     module: Any = LAYER_TYPES[source.type].layer_class(*sizes, *kernel, bias=False, device="meta", **settings)
     module.weight = nn.Parameter(weight, requires_grad=parameter.requires_grad)
-    if layer.bias is not None:
-        module.bias = nn.Parameter(layer.bias, requires_grad=parameter.requires_grad)
+    if bias is not None:
+        module.bias = nn.Parameter(bias, requires_grad=parameter.requires_grad)
     return module.eval()  # type: ignore[no-any-return]
 
 
-def with_functional_layers(
+def _with_functional_layers(
     model: nn.Module,
-    layers: Sequence[FunctionalLayer],
-    problems: Sequence[Skip],
-    computed: Mapping[str, ComputedWeight] = MappingProxyType({}),
+    found: FunctionalLayers,
+    biases: Mapping[str, Tensor],
+    computed: Mapping[str, ComputedWeight],
 ) -> nn.Module:
     """A copy that shares the model's tensors and calls these layers in place of the torch functions.
 
-    Layers that compute their weight have the values of ``computed``.
+    ``biases`` has the values of biases by layer. Layers that compute their weight have the values of ``computed``.
     """
     duplicate = copy_model(model, share_tensors=True)
-    for layer in layers:
-        owner, _, child = child_path(layer.name).rpartition(".")
-        module = _as_module(layer, _stored(duplicate, layer.source.parameter))
+    for name, source in found.sources.items():
+        owner, _, child = child_path(name).rpartition(".")
+        module = _as_module(source, _stored(duplicate, source.parameter), biases.get(name))
         duplicate.get_submodule(owner).add_module(child, module)
     store_weights(duplicate, computed)
-    for owner in {*computed, *(layer.source.parameter.rpartition(".")[0] for layer in layers)}:
+    for owner in {*computed, *(source.parameter.rpartition(".")[0] for source in found.sources.values())}:
         module = duplicate.get_submodule(owner)
         if is_layer(module):
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave)
-    sources = {layer.name: layer.source for layer in layers}
-    found = FunctionalLayers(sources=sources, problems=tuple(problems), stored=frozenset(computed))
     setattr(duplicate, _LAYERS, found)
     forward = duplicate.forward
     redirected = functools.partial(_redirected_forward, duplicate, forward)  # unlike a closure it is copied and pickled
@@ -186,10 +174,16 @@ def take_functional_layers(model: nn.Module) -> FunctionalLayers:
 
 def _redirected_forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """The forward of a copied model, with functional calls passed on to its layers."""
+    with _noting_layers(), FunctionMode(_Redirection(model, functional_layers(model)), opens_attention=True):
+        return forward(*args, **kwargs)
+
+
+@contextmanager
+def _noting_layers() -> Iterator[None]:
+    """A context of a forward in which ``_enter`` and ``_leave`` note the layers whose own forward runs."""
     before, _state.running = _running(), []
     try:
-        with FunctionMode(_Redirection(model, functional_layers(model)), opens_attention=True):
-            return forward(*args, **kwargs)
+        yield
     finally:
         _state.running = before
 
@@ -300,26 +294,20 @@ def find_functional_layers(model: nn.Module, inputs: ExampleInputs, *, stored: b
     duplicate = copy_model(model)
     finder = _Finder(duplicate)
     mode = FunctionMode(finder, opens_attention=True)
-    hooks = []
-    for module in duplicate.modules():
-        if is_layer(module):
-            hooks += [module.register_forward_pre_hook(finder.enter), module.register_forward_hook(finder.leave)]
+    for module in filter(is_layer, duplicate.modules()):
+        module.register_forward_pre_hook(_enter)
+        module.register_forward_hook(_leave)
     arguments = pytree.tree_map_only(Tensor, torch.Tensor.clone, (inputs.args, inputs.kwargs))
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad(), mode:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad(), _noting_layers(), mode:
             warnings.simplefilter("ignore")  # calibration runs the model again and says what it has to say
             duplicate(*arguments[0], **arguments[1])
     except Exception as error:  # noqa: BLE001  the user's forward runs here; tracing it reports its error
         logger.debug("functional calls of %s are not read: %s", type(model).__name__, error)
         return model
-    finally:
-        for hook in hooks:
-            hook.remove()  # they refer to the finder, and it to the copy, which would be freed late
-    layers, problems = finder.result()
     computed = finder.computed() if stored else {}
-    if not layers and not problems and not computed:
-        return model
-    return with_functional_layers(model, layers, problems, computed)
+    found, biases = finder.result(stored=computed)
+    return _with_functional_layers(model, found, biases, computed) if found != _NO_LAYERS else model
 
 
 @dataclass
@@ -373,24 +361,16 @@ class _Finder:
         self._constants = _Constants({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
         self._found: dict[tuple[str, AnyPart], _FoundCalls] = {}
         self._parts: dict[str, str] = {}
-        self._running: list[nn.Module] = []
         self._called: set[str] = set()
         self._paths = {id(module): name for name, module in model.named_modules()}
         self._computed: dict[str, ComputedWeight | None] = {}  # None: its calls differ
 
-    def enter(self, module: nn.Module, _: object) -> None:
-        """Note that a layer's own forward begins."""
-        self._running.append(module)
-
-    def leave(self, *_: object) -> None:
-        """Note that a layer's own forward has ended."""
-        self._running.pop()
-
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  any result
         """Note a call and execute it; the listener of a ``FunctionMode``."""
         for call in functional_calls(func, args, kwargs)[:1]:
-            if self._running and all(call.weight is not own for own in self._running[-1].parameters(recurse=False)):
-                self._note_computed(self._running[-1], call)
+            running = _running()
+            if running and all(call.weight is not own for own in running[-1].parameters(recurse=False)):
+                self._note_computed(running[-1], call)
         for call in functional_calls(func, args, kwargs, self._is_weight):
             self._note(call)
         result = func(*args, **kwargs)
@@ -405,7 +385,7 @@ class _Finder:
         name = self._names.get(id(parameter))
         if name is None or call.input in self._constants or not parameter.is_floating_point():
             return
-        if any(own is parameter for module in self._running for own in module.parameters(recurse=False)):
+        if any(own is parameter for module in _running() for own in module.parameters(recurse=False)):
             self._called.add(name)
             return
         channels = channels_of(call, parameter)
@@ -442,10 +422,12 @@ class _Finder:
             return f"its bias has shape {list(call.bias.shape)}, not one value for each output channel"
         return None if torch.equal(first.bias, call.bias) else "its calls have different biases"
 
-    def result(self) -> tuple[list[FunctionalLayer], list[Skip]]:
-        """The layers, and the calls that cannot be layers."""
+    def result(self, stored: Iterable[str]) -> tuple[FunctionalLayers, dict[str, Tensor]]:
+        """The layers and the calls that cannot be layers, and the values of biases by layer."""
         straight = {name for name, channels in self._found if not channels.transposed} | self._called
-        layers, problems = [], [Skip(name, f"functional call: {reason}") for name, reason in self._parts.items()]
+        problems = [Skip(name, f"functional call: {reason}") for name, reason in self._parts.items()]
+        sources: dict[str, LayerSource] = {}
+        biases: dict[str, Tensor] = {}
         names: set[str] = set()
         for (parameter, channels), each in self._found.items():
             name = parameter + channels.label(each.parameter, marked=parameter in straight)
@@ -454,7 +436,7 @@ class _Finder:
                 problems.append(Skip(name, f"functional call of {each.call.type}: {each.problem}"))
                 continue
             bias = each.call.bias
-            source = LayerSource(
+            sources[name] = LayerSource(
                 parameter=parameter,
                 channels=channels,
                 type=each.call.type,
@@ -462,6 +444,6 @@ class _Finder:
                 with_bias=bias is not None,
                 calls=each.calls,
             )
-            value = None if bias is None else bias.detach().reshape(-1).clone()
-            layers.append(FunctionalLayer(name=name, source=source, bias=value))
-        return layers, problems
+            if bias is not None:
+                biases[name] = bias.detach().reshape(-1).clone()
+        return FunctionalLayers(sources=sources, problems=tuple(problems), stored=frozenset(stored)), biases

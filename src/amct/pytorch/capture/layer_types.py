@@ -71,16 +71,9 @@ BATCH_NORMS: Mapping[str, type[nn.Module]] = MappingProxyType(
     }
 )
 
-EXTRA_HEADS: Mapping[str, LayerType] = MappingProxyType(
-    {
-        "ConvTranspose3d": LayerType(
-            layer_class=nn.ConvTranspose3d, operation="conv_transpose3d", input_rank=5, settings=_DECONV
-        ),
-    }
-)
-"""Not quantizable, but a batch norm can be folded into them."""
-
-_ALL: Mapping[str, LayerType] = MappingProxyType({**LAYER_TYPES, **EXTRA_HEADS})
+_DECONV3D = LayerType(layer_class=nn.ConvTranspose3d, operation="conv_transpose3d", input_rank=5, settings=_DECONV)
+_ALL: Mapping[str, LayerType] = MappingProxyType({**LAYER_TYPES, "ConvTranspose3d": _DECONV3D})
+"""With a type that is not quantizable, but into which a batch norm can be folded."""
 
 
 def quantizable_type(module: nn.Module) -> str | None:

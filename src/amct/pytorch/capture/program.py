@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import threading
 import warnings
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,23 +186,21 @@ class _ProcessWide:
         self._make = make
         self._lock = threading.Lock()
         self._users = 0
-        self._context: AbstractContextManager[None] | None = None
+        self._entered = ExitStack()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                self._context = self._make()
-                self._context.__enter__()
+                self._entered.enter_context(self._make())
         try:
             yield
         finally:
             with self._lock:
                 self._users -= 1
-                if self._users == 0 and self._context is not None:
-                    self._context.__exit__(None, None, None)
-                    self._context = None
+                if self._users == 0:
+                    self._entered.close()
 
 
 _EAGER_STANCE = _ProcessWide(lambda: torch.compiler.set_stance("force_eager"))

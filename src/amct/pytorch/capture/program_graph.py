@@ -69,8 +69,7 @@ def call_name(layer: str, call: int) -> str:
 
 def program_graph(program: Program, model: nn.Module) -> ProgramGraph:
     """Group the operations by layer; ``model`` is the model that was captured."""
-    builder = _Builder(program, model)
-    return builder.build()
+    return _Builder(program, model).build()
 
 
 class _Builder:

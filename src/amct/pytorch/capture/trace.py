@@ -29,15 +29,18 @@ from amct.pytorch.capture.layer_types import (
     type_name,
 )
 from amct.pytorch.capture.program import CaptureFailure, capture, uncompiled
-from amct.pytorch.capture.program_graph import LayerCall, ProgramGraph, program_graph
+from amct.pytorch.capture.program_graph import ProgramGraph, program_graph
 from amct.pytorch.capture.program_reader import Program, read_program, side_effects, unused_modules
-from amct.pytorch.inputs import ExampleInputs, IoNames, IoOptions, example_inputs
-from amct.pytorch.user_model import copy_model, refuse_operators, unwrap, with_plain_weights
+from amct.pytorch.inputs import ExampleInputs, IoNames, IoOptions, argument_tensors, example_inputs
+from amct.pytorch.user_model import as_array, copy_model, refuse_operators, unwrap, with_plain_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from torch.export import ExportedProgram
+
+    from amct.pytorch.layer_hooks import Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,10 @@ class Traced:
     program: ExportedProgram | None = None
     failure: CaptureFailure | None = None
 
+    def onnx_inputs(self, arguments: Arguments) -> dict[str, NDArray[Any]]:
+        """The tensors among the arguments of a forward, by the input names of the ONNX files."""
+        return {name: as_array(each) for name, each in zip(self.names.inputs, argument_tensors(arguments), strict=True)}
+
     def config_layers(self) -> LayerList:
         """The modules in the form that the config package reads."""
         reasons = {**_used_by_functional_layers(self.model), **{skip.layer: skip.reason for skip in self.skips}}
@@ -85,13 +92,13 @@ class Traced:
         return LayerList([*modules, *(LayerInfo(name=name, type=FUNCTION, refusal=reasons[name]) for name in others)])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Call:
     """One call of a layer: the shapes of its input tensors, and any difference from the plain layer."""
 
     input_shapes: tuple[tuple[int | None, ...], ...] = ()
-    packed: bool = False
     problem: str | None = None
+    packed: bool = False
 
 
 def trace(
@@ -125,31 +132,34 @@ def trace(
     inputs = example_inputs(model, input_data)
     names = IoNames.checked(io or IoOptions(), inputs.names)
     names, program = _captured(model, inputs, names, any_batch=any_batch and (io is None or io.dynamic_axes is None))
+    found: dict[str, Any]
     if isinstance(program, CaptureFailure):
-        traced = _from_calls(model, inputs, names, program, repeated_layers)
+        calls = _watch_calls(model, inputs)
+        found = {"failure": _failure(program, calls)}
         logger.warning(
             "%s cannot be captured as a program; its layers are found by forward hooks: %s",
             type(model).__name__,
-            traced.failure,
+            found["failure"],
         )
-        return traced
-    for effect in side_effects(program):
-        logger.warning("%s: %s", type(model).__name__, effect)
-    read = read_program(program)
-    found = program_graph(read, model)
-    unused = unused_modules(program)
-    calls = {path: [_as_call(call, path in unused) for call in calls] for path, calls in found.calls.items()}
-    layers, skips = _quantizable_layers(model, calls, repeated_layers, _in_branches(read))
-    skips = (*skips, *_functional_skips(found, model), *_other_skips(model))
+        layers, skips = _quantizable_layers(model, calls, repeated_layers)
+    else:
+        for effect in side_effects(program):
+            logger.warning("%s: %s", type(model).__name__, effect)
+        read = read_program(program)
+        topology = program_graph(read, model)
+        found = {"graph": topology.graph, "program": program}
+        layers, skips = _quantizable_layers(
+            model, _calls_in(topology, unused_modules(program)), repeated_layers, _in_branches(read)
+        )
+        skips = (*skips, *_functional_skips(topology, model))
     return Traced(
         model=model,
         inputs=inputs,
         names=names,
         layers=layers,
-        skips=skips,
-        module_types=_module_types(model),
-        graph=found.graph,
-        program=program,
+        skips=(*skips, *_other_skips(model)),
+        module_types={name: type_name(module) for name, module in named_layers(model)},
+        **found,
     )
 
 
@@ -187,24 +197,13 @@ def _has_branches(program: ExportedProgram) -> bool:
     return any(getattr(node.target, "__name__", "") == "cond" for node in program.graph.nodes)
 
 
-def _from_calls(
-    model: nn.Module, inputs: ExampleInputs, names: IoNames, failure: CaptureFailure, repeated_layers: bool
-) -> Traced:
-    calls = _watch_calls(model, inputs)
+def _failure(failure: CaptureFailure, calls: Mapping[str, Sequence[Call]]) -> CaptureFailure:
+    """Why a model has no program; a PackedSequence is said in plainer words."""
     packed = next((name for name, own in calls.items() if any(call.packed for call in own)), None)
-    if packed is not None:
-        reason = f'"{packed}" is given a PackedSequence, whose lengths are values of tensors; give it the padded tensor'
-        failure = CaptureFailure(reason=reason, detail=failure.detail)
-    layers, skips = _quantizable_layers(model, calls, repeated_layers)
-    return Traced(
-        model=model,
-        inputs=inputs,
-        names=names,
-        layers=layers,
-        skips=(*skips, *_other_skips(model)),
-        module_types=_module_types(model),
-        failure=failure,
-    )
+    if packed is None:
+        return failure
+    reason = f'"{packed}" is given a PackedSequence, whose lengths are values of tensors; give it the padded tensor'
+    return CaptureFailure(reason=reason, detail=failure.detail)
 
 
 def _watch_calls(model: nn.Module, inputs: ExampleInputs) -> dict[str, list[Call]]:
@@ -239,9 +238,13 @@ def _noting(calls: dict[str, list[Call]], name: str) -> Callable[..., None]:
     return note
 
 
-def _as_call(call: LayerCall, unused: bool) -> Call:
-    problem = "no output of the model depends on it" if unused else call.problem
-    return Call(input_shapes=tuple(value.shape or () for value in call.inputs), problem=problem)
+def _calls_in(found: ProgramGraph, unused: Collection[str]) -> dict[str, list[Call]]:
+    """The calls of the layers in a captured program, by path."""
+    reasons = dict.fromkeys(unused, "no output of the model depends on it")
+    return {
+        path: [Call(tuple(value.shape or () for value in call.inputs), reasons.get(path, call.problem)) for call in own]
+        for path, own in found.calls.items()
+    }
 
 
 # -- quantizable layers ------------------------------------------------------------------------------------------------
@@ -368,10 +371,6 @@ def _torch_type(module: nn.Module) -> type[nn.Module] | None:
 
 def _is_torch_module(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules")
-
-
-def _module_types(model: nn.Module) -> dict[str, str]:
-    return {name: type_name(module) for name, module in named_layers(model)}
 
 
 def _used_by_functional_layers(model: nn.Module) -> dict[str, str]:

@@ -101,8 +101,8 @@ def float_onnx(
     lowered = _lowered(traced.program, traced.names, stored, max(opset, _LOWEST_WRITTEN))
     kinds = {name: KIND_OF_TORCH_TYPE[facts.type] for name, facts in traced.layers.items()}
     calls = {name: facts.calls for name, facts in traced.layers.items()}
-    placed = place_layers(lowered.model, fused, kinds, calls, _untied(traced.model, stored, kinds))
-    model = with_separate_zeros(with_explicit_pool_padding(lower_opset(placed.model, opset)))
+    placed = _place_layers(lowered.model, fused, kinds, calls, _untied(traced.model, stored, kinds))
+    model = with_separate_zeros(with_explicit_pool_padding(lower_opset(placed.graph.build(), opset)))
     values = {**stored, **placed.parameters}
     _name_by_origin(model, values)
     _finish(model, opset)
@@ -260,32 +260,13 @@ def _names_in(
 _WEIGHTED = (*sorted(WITH_BIAS), "MatMul")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Placed:
-    """The graph with its layers named and completed.
-
-    Attributes:
-        model: The model; the values of ``parameters`` are not stored yet.
-        parameters: Initializers created here, by name.
-        nodes: The nodes of each layer, by name.
-        replaced: For every removed tensor, the tensor that now has its values.
-        changed: Tensors whose values differ from the program: outputs of layers with a folded batch norm.
-    """
-
-    model: ModelProto
-    parameters: Mapping[str, torch.Tensor]
-    nodes: Mapping[str, Sequence[str]]
-    replaced: Mapping[str, str]
-    changed: Collection[str]
-
-
-def place_layers(
+def _place_layers(
     model: ModelProto,
     fused: Fused,
     kinds: Mapping[str, LayerKind],
     calls: Mapping[str, int],
     untied: Collection[str] = (),
-) -> Placed:
+) -> _Placing:
     """Name and complete the nodes of the layers, and remove the folded batch norms.
 
     ``calls``: how often each layer is called. ``untied``: weights of layers that others read with other values.
@@ -295,7 +276,6 @@ def place_layers(
     """
     placing = _Placing(model, untied)
     nodes = _nodes_by_module(placing.graph, {*kinds, *fused.fusions, *fused.fusions.values()})
-    named: dict[str, list[str]] = {}
     unused = {layer for layer in fused.fusions if layer not in kinds and not nodes[layer]}  # no output depends on them
     for layer in dict.fromkeys([*kinds, *fused.fusions]):
         if layer in unused:
@@ -305,7 +285,7 @@ def place_layers(
         for call, node in enumerate(own):
             placing.graph.rename_node(node, further_node(layer, call) if call else layer)
             placing.complete(node, own, layer, layer_module(fused.model, layer))
-        named[layer] = [node.name for node in own]
+        placing.nodes[layer] = [node.name for node in own]
     for norm in fused.fusions.values():
         is_gone = isinstance(fused.model.get_submodule(norm), nn.Identity)  # else it still has its activation
         gone = [node for node in nodes[norm] if is_gone or node.op_type == "BatchNormalization"]
@@ -313,13 +293,7 @@ def place_layers(
             placing.bypass_norm(of_one_call)
     for node in [node for node in placing.graph.nodes if node.op_type == "Identity"]:
         placing.bypass(node.input[0], node.output[0], [node])
-    return Placed(
-        model=placing.graph.build(),
-        parameters=placing.parameters,
-        nodes=named,
-        replaced=placing.replaced,
-        changed=placing.changed,
-    )
+    return placing
 
 
 def _nodes_by_module(graph: OnnxGraph, modules: set[str]) -> dict[str, list[NodeProto]]:
@@ -368,10 +342,22 @@ def _recurrent_parameters(module: nn.RNNBase) -> tuple[Tensor, Tensor, Tensor | 
 
 
 class _Placing:
+    """A graph whose layers are named and completed.
+
+    Attributes:
+        graph: The graph; the values of ``parameters`` are not stored yet.
+        untied: Weights of layers that others read with other values.
+        parameters: Initializers created here, by name.
+        nodes: The nodes of each layer, by name.
+        replaced: For every removed tensor, the tensor that now has its values.
+        changed: Tensors whose values differ from the program: outputs of layers with a folded batch norm.
+    """
+
     def __init__(self, model: ModelProto, untied: Collection[str]) -> None:
         self.graph = OnnxGraph(model)
         self.untied = untied
         self.parameters: dict[str, torch.Tensor] = {}
+        self.nodes: dict[str, list[str]] = {}
         self.replaced: dict[str, str] = {}
         self.changed: set[str] = set()
 

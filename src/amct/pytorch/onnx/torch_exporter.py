@@ -48,12 +48,16 @@ def exported_by_torch(
     """
     _refuse_complex_and_sparse(stored)
     converted = _converted(program, opset)
-    _restore_names(converted.model)
     _put_parameters(converted.model, stored)
-    tensors = ProgramTensors(program, converted)
-    name_inputs_and_outputs(converted.model, names)
-    name_dimensions(converted.model, names)
-    return Lowered(model=_simplified(converted.model), tensors=tensors.names())
+    values = {value.name: value for value in _values(converted.model.graph)}
+    origins = original_names(program, converted.exported_program)
+    # With several nodes of one origin, the last one computes the result.
+    tensors = {origin: values[name] for name, origin in origins.items() if name in values}
+    _name_inputs_and_outputs(converted.model, names)
+    _name_dimensions(converted.model, names)
+    return Lowered(
+        model=_simplified(converted.model), tensors={origin: str(value.name) for origin, value in tensors.items()}
+    )
 
 
 def _values(graph: Graph) -> Iterator[GraphValue]:
@@ -63,7 +67,7 @@ def _values(graph: Graph) -> Iterator[GraphValue]:
         yield from node.outputs
 
 
-def name_inputs_and_outputs(model: Any, names: IoNames) -> None:  # noqa: ANN401  onnx_ir.Model
+def _name_inputs_and_outputs(model: Any, names: IoNames) -> None:  # noqa: ANN401  onnx_ir.Model
     """Give inputs and outputs the requested names; other values with such a name are renamed.
 
     Raises:
@@ -96,7 +100,7 @@ def _separate_outputs(graph: Graph) -> None:
         seen.add(id(graph.outputs[index]))
 
 
-def name_dimensions(model: Any, names: IoNames) -> None:  # noqa: ANN401  onnx_ir.Model
+def _name_dimensions(model: Any, names: IoNames) -> None:  # noqa: ANN401  onnx_ir.Model
     """Rename the dynamic dimensions to the labels of ``dynamic_axes``, everywhere in the graph."""
     from onnxscript import ir
 
@@ -154,22 +158,6 @@ def original_names(program: ExportedProgram, changed: ExportedProgram) -> dict[s
         if origin is not None and _same_shape(node, origin):
             found[node.name] = origin.name
     return found
-
-
-class ProgramTensors:
-    """Maps activations of the topology to values of the graph; their names are read after all renaming."""
-
-    def __init__(self, program: ExportedProgram, converted: Any) -> None:  # noqa: ANN401  torch.onnx.ONNXProgram
-        by_name = {value.name: value for value in _values(converted.model.graph)}
-        names = original_names(program, converted.exported_program)
-        # With several nodes of one origin, the last one computes the result.
-        self._values: dict[str, GraphValue] = {
-            origin: by_name[name] for name, origin in names.items() if name in by_name
-        }
-
-    def names(self) -> dict[str, str]:
-        """The names that the activations have now."""
-        return {origin: str(value.name) for origin, value in self._values.items()}
 
 
 def _same_shape(node: fx.Node, other: fx.Node) -> bool:
@@ -250,15 +238,8 @@ def root_cause(error: BaseException) -> str:
     return _COLORS.sub("", failure_of(error).reason)
 
 
-def _restore_names(model: Any) -> None:  # noqa: ANN401  onnx_ir.Model ships partial types
-    """Give the initializers the names of the user's model; names with quotes are escaped in a captured program."""
-    for initializer in list(model.graph.initializers.values()):
-        if initializer.name != plain_name(initializer.name):
-            initializer.name = plain_name(initializer.name)
-
-
 def _put_parameters(model: Any, stored: Mapping[str, torch.Tensor]) -> None:  # noqa: ANN401  onnx_ir.Model ships partial types
-    """Set the initializers to the parameters and buffers of the folded model, which have the same names.
+    """Set the initializers to the parameters and buffers of the folded model, by their names there.
 
     Small ones get their values, as constants may be computed from them. Large ones get only type and shape until the
     graph is finished, because copying them repeatedly is slow.
@@ -266,10 +247,10 @@ def _put_parameters(model: Any, stored: Mapping[str, torch.Tensor]) -> None:  # 
     from onnxscript import ir
 
     for initializer in list(model.graph.initializers.values()):
-        name = layer_name(initializer.name)
+        plain = plain_name(initializer.name)  # names with quotes are escaped in a captured program
+        initializer.name = name = layer_name(plain) if layer_name(plain) in stored else plain
         if name not in stored:
             continue
-        initializer.name = name
         if stored[name].numel() <= LARGEST_CONSTANT:
             initializer.const_value = ir.tensor(as_array(stored[name]), name=name)
         else:

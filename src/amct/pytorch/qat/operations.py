@@ -24,7 +24,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from amct.pytorch.call_sites import FunctionMode, OpenCall, function_name
-from amct.pytorch.capture.functional_calls import base_of, channels_of, functional_calls
+from amct.pytorch.capture.functional_calls import base_of, channels_of, functional_calls, with_operands
 from amct.pytorch.qat.layers import QuantizedCall
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
 
@@ -349,8 +349,7 @@ def _quantized_call(
 
         return call.run(computed)
     x, weight = layer(call.input, call.weight.t() if call.columns else call.weight)
-    replaced = {id(call.input): x, id(call.weight): weight.t() if call.columns else weight}
-    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))
+    args, kwargs = with_operands(func, args, kwargs, input=x, weight=weight.t() if call.columns else weight)
     return quantized_output(layer, func(*args, **kwargs))
 
 

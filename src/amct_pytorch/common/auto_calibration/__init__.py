@@ -1,7 +1,5 @@
 """The classes of accuracy-based calibration."""
 
-from __future__ import annotations
-
 from amct.search.roll_back import (
     AccuracyBasedAutoCalibrationBase,
     AutoCalibrationEvaluatorBase,

@@ -1,7 +1,5 @@
 """The classes of AMCT's search for channels to prune."""
 
-from __future__ import annotations
-
 from amct.pytorch.pruning.channel_search import (
     ChannelSensitivity as SensitivityBase,
 )

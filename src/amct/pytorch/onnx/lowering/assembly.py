@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
@@ -39,22 +39,16 @@ class Lowered:
     tensors: Mapping[str, str]
 
 
+@dataclass(eq=False)
 class Assembly:
-    """Makes the model of a writer's nodes."""
+    """Makes the model of a writer's nodes; arguments are what a lowering has noted."""
 
-    def __init__(
-        self,
-        writer: Writer,
-        inputs: Sequence[Value],
-        results: Mapping[str, str],
-        parameters: Mapping[str, tuple[str, Tensor, bool]],
-    ) -> None:
-        self._writer = writer
-        self._inputs = inputs
-        self._results = dict(results)
-        self._parameters = parameters
-        self._final: dict[str, str] = {}
-        self._labels: dict[str, str] = {}
+    writer: Writer
+    inputs: Sequence[Value]
+    results: dict[str, str]
+    parameters: Mapping[str, tuple[str, Tensor, bool]]
+    _final: dict[str, str] = field(default_factory=dict)
+    _labels: dict[str, str] = field(default_factory=dict)
 
     def finish(self, made: Sequence[tuple[Value, str]], names: IoNames, values: Mapping[str, Value]) -> Lowered:
         """Build the model; ``made`` are its outputs with their operations, ``values`` the tensors of the program."""
@@ -63,13 +57,13 @@ class Assembly:
         self._choose_names(outputs, names)
         self._labels = self._labels_of(names)
         own = {value.name for value in outputs}
-        nodes = self._writer.nodes
-        between = [self._writer.declared[name] for node in nodes for name in node.output if name not in own]
+        nodes = self.writer.nodes
+        between = [self.writer.declared[name] for node in nodes for name in node.output if name not in own]
         stored = self._initializers()
         self._name_nodes()
-        self._writer.rename(self._final)
-        inputs, results, inner = (map(self._declaration, values) for values in (self._inputs, outputs, between))
-        model = self._writer.model("main_graph", inputs, results, stored, inner)
+        self.writer.rename(self._final)
+        inputs, results, inner = (map(self._declaration, values) for values in (self.inputs, outputs, between))
+        model = self.writer.model("main_graph", inputs, results, stored, inner)
         graph = model.graph
         for name, axes in names.axes.items():
             _label_output(graph, name, axes, names.outputs)
@@ -81,48 +75,48 @@ class Assembly:
 
     def _own_outputs(self, outputs: Sequence[tuple[Value, str]]) -> list[Value]:
         """Give every output its own tensor, distinct from inputs, parameters and other outputs."""
-        seen = {value.name for value in self._inputs} | set(self._parameters) | {""}
+        seen = {value.name for value in self.inputs} | set(self.parameters) | {""}
         own: list[Value] = []
         for value, operation in outputs:
             if value.name in seen:
-                self._writer.enter((), None)
-                value = self._writer.add("Identity", value, dtype=value.dtype, shape=value.shape)
+                self.writer.enter((), None)
+                value = self.writer.add("Identity", value, dtype=value.dtype, shape=value.shape)
             own.append(value)
             seen.add(value.name)
-            self._results[value.name] = operation
+            self.results[value.name] = operation
         return own
 
     def _drop_unused(self, outputs: Sequence[Value]) -> None:
         needed = {value.name for value in outputs}
         kept = []
-        for node in reversed(self._writer.nodes):
+        for node in reversed(self.writer.nodes):
             if needed.intersection(node.output):
                 kept.append(node)
                 needed.update(node.input)
-        self._writer.nodes = kept[::-1]
+        self.writer.nodes = kept[::-1]
 
     # -- names -----------------------------------------------------------------------------------------------------
 
     def _choose_names(self, outputs: Sequence[Value], names: IoNames) -> None:
-        stored = {name for name, _, _ in self._parameters.values()}
+        stored = {name for name, _, _ in self.parameters.values()}
         check_chosen_names(names, len(outputs), stored)
-        self._final = {temporary: name for temporary, (name, _, _) in self._parameters.items()}
-        self._final.update({value.name: name for value, name in zip(self._inputs, names.inputs, strict=True)})
+        self._final = {temporary: name for temporary, (name, _, _) in self.parameters.items()}
+        self._final.update({value.name: name for value, name in zip(self.inputs, names.inputs, strict=True)})
         self._final.update({value.name: name for value, name in zip(outputs, names.outputs, strict=False)})
         taken = stored.union(self._final.values())
-        for temporary, operation in self._results.items():
+        for temporary, operation in self.results.items():
             if temporary not in self._final:
                 self._final[temporary] = fresh_name(operation, taken)
-        for temporary in [name for node in self._writer.nodes for name in node.output]:
+        for temporary in [name for node in self.writer.nodes for name in node.output]:
             if temporary not in self._final:
                 self._final[temporary] = fresh_name(f"val_{len(self._final)}", taken)
-        for temporary in self._writer.initializers:
+        for temporary in self.writer.initializers:
             self._final[temporary] = fresh_name(f"constant_{temporary.removeprefix('%c')}", taken)
 
     def _labels_of(self, names: IoNames) -> dict[str, str]:
         """The labels of the dynamic axes by the symbols of their sizes."""
         found = {}
-        for name, value in zip(names.inputs, self._inputs, strict=True):
+        for name, value in zip(names.inputs, self.inputs, strict=True):
             for axis, label in names.axes.get(name, {}).items():
                 found[str(expression(value.shape[axis]))] = label
         return found
@@ -132,20 +126,20 @@ class Assembly:
     def _name_nodes(self) -> None:
         """Name each node after its result, or number it."""
         taken: set[str] = set()
-        for node in self._writer.nodes:
+        for node in self.writer.nodes:
             result = node.output[0]
-            wanted = f"node_{self._final[result]}" if result in self._results else f"node_{node.op_type}_{len(taken)}"
+            wanted = f"node_{self._final[result]}" if result in self.results else f"node_{node.op_type}_{len(taken)}"
             node.name = fresh_name(wanted, taken)
 
     def _initializers(self) -> list[TensorProto]:
         """Parameters and constants that nodes read."""
-        used = {name for node in self._writer.nodes for name in node.input}
+        used = {name for node in self.writer.nodes for name in node.input}
         found = [
             _without_values(name, tensor) if later else numpy_helper.from_array(as_array(tensor), name)
-            for temporary, (name, tensor, later) in self._parameters.items()
+            for temporary, (name, tensor, later) in self.parameters.items()
             if temporary in used
         ]
-        return [*found, *(tensor for name, tensor in self._writer.initializers.items() if name in used)]
+        return [*found, *(tensor for name, tensor in self.writer.initializers.items() if name in used)]
 
     def _declaration(self, value: Value) -> ValueInfoProto:
         sizes = [self._size(size) for size in value.shape]

@@ -58,6 +58,7 @@ def promoted(to: Writer, *operands: Operand) -> list[Value]:
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
+@rule("pow", exponent="other")
 @rule("add", "sub", "mul", "maximum", "minimum")
 def arithmetic(to: Writer, x: Operand, other: Operand, alpha: Number = 1, operator: str = "") -> Value:
     """One operator; ``alpha`` multiplies the second operand."""
@@ -75,13 +76,6 @@ def arithmetic(to: Writer, x: Operand, other: Operand, alpha: Number = 1, operat
 def reversed_difference(to: Writer, x: Operand, other: Operand, alpha: Number = 1) -> Value:
     """``other - alpha · x``."""
     return arithmetic(to, other, x, alpha, operator="sub")
-
-
-@rule("pow")
-def power(to: Writer, x: Operand, exponent: Operand) -> Value:
-    """A power; one of the two may be a number."""
-    one, two = promoted(to, x, exponent)
-    return to.cast(to.binary("Pow", one, two), to.dtype)
 
 
 @rule("square")
@@ -310,10 +304,13 @@ def gelu(to: Writer, x: Value, approximate: str = "none") -> Value:
     return to.mul(to.mul(x, to.binary("Add", gate, one)), half)
 
 
-@rule("leaky_relu")
-def leaky_relu(to: Writer, x: Value, negative_slope: Number = 0.01) -> Value:
-    """``x`` above 0, ``slope · x`` below."""
-    return to.unary("LeakyRelu", x, alpha=float(negative_slope))
+_WITH_ALPHA = {"leaky_relu": "LeakyRelu", "elu": "Elu", "celu": "Celu"}
+
+
+@rule(*_WITH_ALPHA, negative_slope="alpha")
+def with_alpha(to: Writer, x: Value, operator: str, alpha: Number = 1) -> Value:
+    """A function that ONNX has, with one setting for the values below 0."""
+    return to.unary(_WITH_ALPHA[operator], x, alpha=float(alpha))
 
 
 @rule("rrelu")
@@ -321,25 +318,13 @@ def rrelu(to: Writer, x: Value, lower: Number = 1 / 8, upper: Number = 1 / 3, tr
     """In eval mode the slope below 0 is the mean of the bounds, as torch rounds it."""
     if training:
         raise NotLoweredError("rrelu in training mode")
-    return leaky_relu(to, x, (lower + upper) / 2)
-
-
-@rule("elu")
-def elu(to: Writer, x: Value, alpha: Number = 1) -> Value:
-    """``x`` above 0, ``alpha · (exp(x) - 1)`` below."""
-    return to.unary("Elu", x, alpha=float(alpha))
+    return with_alpha(to, x, "leaky_relu", (lower + upper) / 2)
 
 
 @rule("selu")
 def selu(to: Writer, x: Value) -> Value:
     """Elu with the constants of its paper."""
     return to.unary("Selu", x, alpha=1.6732632423543772848170429916717, gamma=1.0507009873554804934193349852946)
-
-
-@rule("celu")
-def celu(to: Writer, x: Value, alpha: Number = 1) -> Value:
-    """``max(0, x) + min(0, alpha · (exp(x / alpha) - 1))``."""
-    return to.unary("Celu", x, alpha=float(alpha))
 
 
 @rule("prelu")

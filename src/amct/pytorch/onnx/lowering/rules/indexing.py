@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from amct.pytorch.onnx.lowering.writer import NotLoweredError, Value, Writer, br
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from amct.pytorch.onnx.lowering.writer import Number
+    from amct.pytorch.onnx.lowering.writer import Number, Size
 
 
 def _as_index(to: Writer, index: Value) -> Value:
@@ -51,11 +52,7 @@ def indexed(to: Writer, x: Value, indices: Sequence[Value | None]) -> Value:
     given = [_as_index(to, index) for index in indices if index is not None]
     if len(axes) == 1:
         return to.add("Gather", x, given[0], axis=axes[0])
-    shape = given[0].shape
-    for index in given[1:]:
-        shape = broadcast(shape, index.shape)
-    places = [to.unsqueeze(expanded_to(to, index, shape), [len(shape)]) for index in given]
-    together = to.add("Concat", *places, axis=len(shape), dtype=torch.int64, shape=[*shape, len(axes)])
+    shape, together = _places(to, given)
     rest = [axis for axis in range(x.rank) if axis not in axes]
     found = to.add(
         "GatherND", to.transpose(x, [*axes, *rest]), together, shape=[*shape, *(x.shape[axis] for axis in rest)]
@@ -63,6 +60,15 @@ def indexed(to: Writer, x: Value, indices: Sequence[Value | None]) -> Value:
     before = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
     order = [*range(len(shape), len(shape) + before), *range(len(shape)), *range(len(shape) + before, found.rank)]
     return to.transpose(found, order)
+
+
+def _places(to: Writer, indices: Sequence[Value]) -> tuple[tuple[Size, ...], Value]:
+    """Indices of several axes, broadcast to one shape, and as the last axis of one tensor."""
+    shape = functools.reduce(broadcast, [index.shape for index in indices])
+    places = [to.unsqueeze(expanded_to(to, index, shape), [len(shape)]) for index in indices]
+    if len(places) == 1:
+        return shape, places[0]
+    return shape, to.add("Concat", *places, axis=len(shape), dtype=torch.int64, shape=[*shape, len(indices)])
 
 
 @rule("scatter")
@@ -82,13 +88,7 @@ def written(to: Writer, x: Value, indices: Sequence[Value | None], values: Value
     given = [_as_index(to, index) for index in indices if index is not None]
     if len(given) != len(indices):
         raise NotLoweredError("index_put that skips an axis")
-    shape = given[0].shape
-    for index in given[1:]:
-        shape = broadcast(shape, index.shape)
-    places = [to.unsqueeze(expanded_to(to, index, shape), [len(shape)]) for index in given]
-    together = places[0]
-    if len(places) > 1:
-        together = to.add("Concat", *places, axis=len(shape), dtype=torch.int64, shape=[*shape, len(given)])
+    shape, together = _places(to, given)
     source = expanded_to(to, to.cast(values, to.dtype), [*shape, *x.shape[len(given) :]])
     return to.add("ScatterND", x, together, source, reduction="add" if accumulate else None)
 
@@ -126,8 +126,7 @@ def sorted_values(to: Writer, x: Value, dim: int = -1, descending: bool = False)
 @rule("argsort")
 def sorted_places(to: Writer, x: Value, dim: int = -1, descending: bool = False) -> Value:
     """The places of the values of an axis in order."""
-    (size,) = static([x.size(x.axis(dim))], "argsort")
-    return _ordered(to, x, size, dim, descending, x.shape)[1]
+    return sorted_values(to, x, dim, descending)[1]
 
 
 @rule("kthvalue")

@@ -148,11 +148,15 @@ def _normalized_channels(to: Writer, x: Value, weight: Value | None, bias: Value
     centred = to.binary("Sub", x, to.reduce("ReduceMean", x, axes))
     variance = to.reduce("ReduceMean", to.mul(centred, centred), axes)
     found = to.binary("Div", centred, to.unary("Sqrt", to.binary("Add", variance, to.constant(eps))))
+    return scaled_channels(to, found, weight, bias)
+
+
+def scaled_channels(to: Writer, x: Value, weight: Value | None, bias: Value | None) -> Value:
+    """A tensor with its channels multiplied and shifted."""
+    axes = list(range(1, x.rank - 1))
     if weight is not None:
-        found = to.mul(found, to.unsqueeze(weight, list(range(1, x.rank - 1))))
-    if bias is not None:
-        found = to.binary("Add", found, to.unsqueeze(bias, list(range(1, x.rank - 1))))
-    return found
+        x = to.mul(x, to.unsqueeze(weight, axes))
+    return x if bias is None else to.binary("Add", x, to.unsqueeze(bias, axes))
 
 
 def _pooled_axes(operator: str) -> int:
@@ -310,68 +314,42 @@ def padded(
     return to.add("Pad", x, to.ints(pads), filling, mode=_MODES[mode])
 
 
-def _resized(to: Writer, x: Value, factors: Sequence[float | None] | None, **settings: Any) -> Value:
-    """Resize to the sizes of the result; by given factors if these are not just what the sizes say."""
-    rank = x.rank - 2
-    given = [None] * rank if factors is None else list(factors)
-    exact = all(
-        factor is None or (is_static(size) and is_static(result) and size * factor == result)
-        for factor, size, result in zip(given, x.shape[2:], to.shape[2:], strict=True)
-    )
-    if exact:
-        return to.add("Resize", x, None, None, to.sizes.shape(to.shape), **settings)
-    if any(factor is None for factor in given):
-        raise NotLoweredError("a resizing with a factor for some axes only")
-    scales = torch.tensor([1.0, 1.0, *given], dtype=torch.float32)
-    return to.add("Resize", x, None, to.constant(scales), **settings)
-
-
-def _factors(x: Value, factors: Sequence[float] | None, *single: float | None) -> Sequence[float] | None:
-    """The factor of each axis behind the channels, given as a list or one by one; None: the sizes decide.
-
-    Raises:
-        NotLoweredError: Some axes have no factor.
-    """
-    found = factors or [each for each in single if each is not None]
-    if found and len(found) != x.rank - 2:
-        raise NotLoweredError("a resizing with a factor for some axes only")
-    return found or None
-
-
-@rule("upsample_nearest1d", "_upsample_nearest_exact1d", implied=("output_size",), scales="scales_w")
+@rule(
+    "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d", implied=("output_size",), scales="scales_w"
+)
 @rule("upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
-      implied=("output_size",))  # fmt: skip
-def nearest(
+      "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", implied=("output_size",))  # fmt: skip
+def resized(
     to: Writer,
     x: Value,
     operator: str,
+    align_corners: bool = False,
     scale_factors: Sequence[float] | None = None,
     scales_d: float | None = None,
     scales_h: float | None = None,
     scales_w: float | None = None,
 ) -> Value:
-    """The nearest value: rounded down from the upper left corner, or from the middle of a position."""
-    modes = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-    if "exact" in operator:
-        modes = {"coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_ceil"}
-    return _resized(to, x, _factors(x, scale_factors, scales_d, scales_h, scales_w), mode="nearest", **modes)
+    """Resize to the sizes of the result; by given factors if these are not just what the sizes say.
 
-
-@rule("upsample_linear1d", implied=("output_size",), scales="scales_w")
-@rule("upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", implied=("output_size",))
-def interpolated(
-    to: Writer,
-    x: Value,
-    operator: str,
-    align_corners: bool,
-    scale_factors: Sequence[float] | None = None,
-    scales_d: float | None = None,
-    scales_h: float | None = None,
-    scales_w: float | None = None,
-) -> Value:
-    """Interpolation, linear or by cubic polynomials with torch's coefficient; aligned corners follow from the sizes."""
-    factors = _factors(x, scale_factors, scales_d, scales_h, scales_w)
-    settings: dict[str, Any] = {"mode": "cubic", "cubic_coeff_a": -0.75} if "cubic" in operator else {"mode": "linear"}
-    if align_corners:
-        return _resized(to, x, None, **settings, coordinate_transformation_mode="align_corners")
-    return _resized(to, x, factors, **settings, coordinate_transformation_mode="half_pixel")
+    The nearest value is that rounded down from the upper left corner, or from the middle of a position. Interpolation
+    is linear, or by cubic polynomials with torch's coefficient; aligned corners follow from the sizes.
+    """
+    settings: dict[str, Any] = {"mode": "nearest" if "nearest" in operator else "linear"}
+    if "nearest" in operator:
+        middle = "exact" in operator
+        corners, rounding = ("half_pixel", "round_prefer_ceil") if middle else ("asymmetric", "floor")
+        settings |= {"coordinate_transformation_mode": corners, "nearest_mode": rounding}
+    else:
+        if "cubic" in operator:
+            settings = {"mode": "cubic", "cubic_coeff_a": -0.75}
+        settings["coordinate_transformation_mode"] = "align_corners" if align_corners else "half_pixel"
+    factors = scale_factors or [each for each in (scales_d, scales_h, scales_w) if each is not None]
+    if factors and len(factors) != x.rank - 2:
+        raise NotLoweredError("a resizing with a factor for some axes only")
+    exact = all(
+        is_static(size) and is_static(result) and size * factor == result
+        for factor, size, result in zip(factors, x.shape[2:], to.shape[2:], strict=False)
+    )
+    if exact or align_corners:
+        return to.add("Resize", x, None, None, to.sizes.shape(to.shape), **settings)
+    return to.add("Resize", x, None, to.constant([1.0, 1.0, *factors], torch.float32), **settings)

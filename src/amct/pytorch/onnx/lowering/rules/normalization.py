@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.pytorch.onnx.lowering.rules.layers import batch_norm, vector_of
+from amct.pytorch.onnx.lowering.rules.layers import batch_norm, scaled_channels, vector_of
 from amct.pytorch.onnx.lowering.writer import NotLoweredError, rule, static
 
 if TYPE_CHECKING:
@@ -153,11 +153,7 @@ def group_norm(
     grouped = to.reshape(x, [shape[0], num_groups, rest])
     scale, shift = vector_of(to, 1.0, num_groups), vector_of(to, 0.0, num_groups)
     normal = to.add("InstanceNormalization", grouped, scale, shift, epsilon=eps, shape=grouped.shape)
-    found = to.reshape(normal, shape)
-    axes = list(range(1, x.rank - 1))
-    if weight is not None:
-        found = to.mul(found, to.unsqueeze(weight, axes))
-    return found if bias is None else to.binary("Add", found, to.unsqueeze(bias, axes))
+    return scaled_channels(to, to.reshape(normal, shape), weight, bias)
 
 
 @rule("instance_norm")
