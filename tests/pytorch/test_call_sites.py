@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
 from amct.pytorch.call_sites import CallSite, OperationWatch
+from amct.pytorch.layer_hooks import run_in_context
 
 
 class Block(nn.Module):
@@ -48,8 +49,9 @@ Seen = dict[CallSite, Tensor]
 def watched(model: nn.Module, x: Tensor, *arguments: object) -> tuple[OperationWatch, Seen]:
     seen: Seen = {}
     watch = OperationWatch(model, seen.__setitem__, *arguments)
-    with watch.forward():
-        model(x)
+    undo = run_in_context(model, lambda _: watch.forward(), is_own=True)
+    model(x)
+    undo()
     watch.detach()
     return watch, seen
 
@@ -75,11 +77,22 @@ def test_few_modules_are_followed_and_the_same_is_seen(net, paths):
     assert all(torch.equal(value, expected[site]) for site, value in seen.items())
 
 
+@pytest.mark.parametrize("wanted", [None, frozenset({("", 0), ("blocks.0", 0)})])
+def test_what_hooks_of_the_whole_model_compute_does_not_move_its_operations(net, wanted):
+    x = torch.randn(2, 3)
+    _, plain = watched(net, x, wanted)
+    net.register_forward_pre_hook(lambda _, args: ((args[0] + 1) - 1,))
+    net.register_forward_hook(lambda _, args, output: output * args[0].sum())
+    _, hooked = watched(net, x, wanted)
+    assert hooked.keys() == plain.keys()
+    assert all(torch.allclose(value, plain[site], atol=1e-5) for site, value in hooked.items())
+
+
 def test_modules_that_do_not_matter_have_no_hooks(net):
     watch = OperationWatch(net, lambda *_: None, frozenset({("blocks.0", 0)}))
     hooked = {name for name, module in net.named_modules() if module._forward_pre_hooks or module._forward_hooks}
     watch.detach()
-    assert hooked == {"", "blocks.0", "blocks.0.inner", "blocks.0.act", "blocks.0.many", "blocks.0.many.0"}
+    assert hooked == {"blocks.0", "blocks.0.inner", "blocks.0.act", "blocks.0.many", "blocks.0.many.0"}
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

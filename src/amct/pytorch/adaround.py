@@ -31,7 +31,7 @@ from amct.printable import counted
 from amct.pytorch.call_sites import has_own_forward, observe_operation
 from amct.pytorch.capture.functional_layers import layer_module, named_layers
 from amct.pytorch.capture.layer_types import put_weights
-from amct.pytorch.layer_hooks import Balance, given_input
+from amct.pytorch.layer_hooks import given_input
 from amct.pytorch.onnx.lowering.program import without_mutation
 
 if TYPE_CHECKING:
@@ -70,10 +70,6 @@ def learn_rounding(
     together = ranks if fast else ALONE
     batches = list(data())  # read once: a loader may shuffle, and inputs and target outputs must match
     quantized = preparation.quantized_copy()
-    for name, weights in preparation.weights.items():
-        module = layer_module(quantized, name)
-        if weights.balance is not None:
-            module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
     cache = OutputCache(quantized, [layer.name for layer in layers])
     outputs = _FloatOutputs(preparation.fused.model, [layer.name for layer in layers], batches)
     learned: dict[str, QuantizedWeights] = {}

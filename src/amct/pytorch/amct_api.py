@@ -226,17 +226,16 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     preparation = prepare(traced, plan, balance=balance, ranks=ranks)
     for skip in preparation.skips:
         logger.info("left as it is: %s", skip)
-    onnx = preparation.default_onnx
-    if isinstance(onnx, ExportError):
-        if traced.program is not None:
-            raise onnx
-        # Data-dependent control flow: the model can be calibrated but not saved; the file holds the reason.
-        logger.warning("calibration works, but save_model will not: %s", onnx)
-        if ranks.is_first:
-            write_modified(onnx_path, None, file_notes(preparation, failure=str(onnx)))
-        return start_calibration(preparation, record_file=record_path, ranks=ranks).model
+    onnx, model_of_file, failure = preparation.default_onnx, None, ""
+    if not isinstance(onnx, ExportError):
+        model_of_file = onnx.model
+    elif traced.program is not None:
+        raise onnx
+    else:  # data-dependent control flow: the model can be calibrated but not saved; the file holds the reason
+        failure = str(onnx)
+        logger.warning("calibration works, but save_model will not: %s", failure)
     if ranks.is_first:
-        write_modified(onnx_path, onnx.model, file_notes(preparation))
+        write_modified(onnx_path, model_of_file, file_notes(preparation, failure))
     watch = preparation.tensor_watch()
     return start_calibration(preparation, record_file=record_path, intermediate=watch, ranks=ranks).model
 

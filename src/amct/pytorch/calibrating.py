@@ -18,7 +18,7 @@ from amct.pipeline.weights import layer_balance
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import float_weights
 from amct.pytorch.folding import fuse
-from amct.pytorch.layer_hooks import Balance, observe_inputs, on_input, run_in_context
+from amct.pytorch.layer_hooks import observe_inputs, on_input, run_in_context
 from amct.pytorch.user_model import MARK
 from amct.record.conversion import tensor_qparams_path, tensor_qparams_text
 
@@ -131,12 +131,8 @@ def _attach(
 ) -> list[Callable[[], None]]:
     """Add the hooks of the session; returns functions that remove them."""
     handles: list[RemovableHandle] = []
-    for name, weights in preparation.weights.items():
-        module = layer_module(model, name)
-        setattr(module, MARK, True)
-        if weights.balance is not None:  # kept after calibration: the weights stay balanced
-            module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
-        handles += observe_inputs(session, name, module)
+    for name in preparation.weights:
+        handles += observe_inputs(session, name, layer_module(model, name))
     attached = intermediate.attach(model, session) if intermediate is not None else None
 
     @contextmanager

@@ -193,14 +193,11 @@ class OperationWatch:
         self._callees: dict[str, set[str]] = {}
         self._calls: Counter[str] = Counter()
         self._open: list[tuple[str, int, OpenCall]] = []
-        self._is_running = False  # the forward of the whole model
         self._is_watching = False
         self._handles: list[RemovableHandle] = []
         followed = None if paths is None else {*paths, *callees, *_children(model, paths)}
         for name, module in model.named_modules():
-            if module is model:
-                self._follow_model(model)
-            elif followed is None or name in followed:
+            if module is not model and (followed is None or name in followed):
                 self._follow(name, module)
 
     # Of all hooks these are the first and the last ones, around those of the user. They are closures, which a deep copy
@@ -214,23 +211,12 @@ class OperationWatch:
             module.register_forward_hook(self._leaving(), always_call=True),
         ]
 
-    def _follow_model(self, model: nn.Module) -> None:
-        self._handles += [
-            model.register_forward_pre_hook(self._set_forward(running=True)),
-            model.register_forward_hook(self._set_forward(running=False), prepend=True),
-            model.register_forward_pre_hook(self._note_running(running=True)),
-            model.register_forward_hook(self._note_running(running=False), prepend=True, always_call=True),
-        ]
-
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """The context of one forward of the whole model.
-
-        It begins before the model is called, or when its hooks have run and its forward runs.
-        """
+        """The context of one forward of the whole model, without its hooks."""
         self._is_watching, self._depth = True, 0
         self._calls.clear()
-        self._open = [("", 0, OpenCall(in_forward=self._is_running))]
+        self._open = [("", 0, OpenCall(in_forward=True))]
         try:
             with self._mode if self._everywhere and self._mode else nullcontext():
                 yield
@@ -278,12 +264,6 @@ class OperationWatch:
                 self._open[-1][2].in_forward = running
 
         return switch
-
-    def _note_running(self, *, running: bool) -> Callable[..., None]:
-        def note(*_: object) -> None:
-            self._is_running = running
-
-        return note
 
     def _leaving(self) -> Callable[..., None]:
         def leave(*_: object) -> None:

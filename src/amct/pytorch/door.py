@@ -292,14 +292,14 @@ class TorchDoor:
         """Fold, balance, and quantize the weights; AdaRound learns from all batches in every process."""
         assert self._traced is not None, "plan comes first"
         balance = balance_of(self._traced, plan, data, ranks)
-        options: dict[str, Any] = {"data": data.all, "equalize": data.all if self.equalize else None}
         made = prepare(
             self._traced,
             plan,
             balance=balance,
+            data=data.all,
             adaround="later" if self.learns_blocks else self.adaround,
             ranks=ranks,
-            **options,
+            equalize=data.all if self.equalize else None,
         )
         return replace(made, part=self.part)
 

@@ -25,10 +25,10 @@ from amct.numerics.observer import TensorRangeObserver
 from amct.pytorch.call_sites import CallSite, OperationWatch, all_values
 from amct.pytorch.capture.cached_trace import tensor_fingerprint
 from amct.pytorch.capture.functional_layers import layer_module, layer_name, named_tensors
-from amct.pytorch.capture.program import plain_name, quiet_exporters, uncompiled
+from amct.pytorch.capture.program import plain_name, quiet_exporters
 from amct.pytorch.capture.program_graph import call_name
 from amct.pytorch.inputs import example_inputs
-from amct.pytorch.layer_hooks import hidden_from_modes, on_input
+from amct.pytorch.layer_hooks import hidden_from_modes, on_input, run_in_context
 from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
@@ -212,10 +212,12 @@ def _find_operations(traced: Traced, names: Mapping[str, str]) -> tuple[dict[Cal
 
     model = copy_model(traced.model)
     watch = OperationWatch(model, note, None)
+    run_in_context(model, lambda _: watch.forward())
     args, kwargs = _cloned(traced)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), uncompiled(), watch.forward():
+    with torch.random.fork_rng(devices=[]):
         model(*args, **kwargs)
     watch.detach()  # its hooks refer to the copy, which would be freed late
+    del model.forward  # this too
     assert traced.graph is not None
     found: dict[CallSite, str] = {}
     lost: list[str] = []

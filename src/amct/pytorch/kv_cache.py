@@ -284,9 +284,10 @@ class QuantCalibrationOp(nn.Module):
 class _Calibration:
     """One session for each name, because names are known only when they are used."""
 
-    def __init__(self, plan: KvCacheLayerPlan, record: Path) -> None:
+    def __init__(self, plan: KvCacheLayerPlan, record: Path, *, is_copy: bool = False) -> None:
         self._plan = plan
         self._record = record
+        self._is_copy = is_copy
         self._sessions: dict[str, CalibrationSession] = {}
         self._ranks = all_ranks()
         self._ranks.need_a_batch_each(plan.batch_num)
@@ -294,12 +295,14 @@ class _Calibration:
         self.observe: Callable[[str, Tensor], None] = torch.compiler.disable(self._observe)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, _: object) -> _Calibration:
-        return _NoCalibration(self._plan, self._record)
+        return _Calibration(self._plan, self._record, is_copy=True)  # two must not write the same names
 
     def __reduce__(self) -> tuple[type[_Calibration], tuple[KvCacheLayerPlan, Path]]:
         return _Calibration, (self._plan, self._record)
 
     def _observe(self, layer: str, tensor: Tensor) -> None:
+        if self._is_copy:
+            return
         check_types("QuantCalibrationOp", {"layer_name": (layer, (str,)), "tensor": (tensor, (Tensor,))})
         if layer not in self._sessions:
             self._sessions[layer] = self._new_session(layer)
@@ -314,13 +317,6 @@ class _Calibration:
         )
         finalize(self, _warn_if_incomplete, session, os.fspath(self._record))
         return session
-
-
-class _NoCalibration(_Calibration):
-    """What a deep copy has: two modules must not write the same names."""
-
-    def _observe(self, layer: str, tensor: Tensor) -> None:
-        """Observe nothing."""
 
 
 def _stream(layer: KvCacheLayerPlan) -> Stream:

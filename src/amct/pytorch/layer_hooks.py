@@ -27,7 +27,6 @@ from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import put_weights
 from amct.pytorch.capture.program import uncompiled
 from amct.pytorch.inputs import tensors_in
-from amct.pytorch.user_model import MARK
 from amct.report.filling import input_key
 from amct.report.measuring import OUTPUT
 
@@ -227,14 +226,14 @@ class TorchRun:
     ) -> Iterator[Callable[[Arguments], ModelOutput]]:
         """A context whose value is a function that runs the model on one batch, without gradients."""
         with ExitStack() as stack:
-            for layer, place in self.layers.items() if outputs is not None else ():
-                assert outputs is not None
-                hook = layer_module(self.model, place).register_forward_hook(_output_hook(layer, outputs))
-                stack.callback(hook.remove)
-            for layer, weights in self.weights.items() if inputs is not None else ():
-                assert inputs is not None
-                seen = functools.partial(_see_input, layer, weights, inputs)
-                stack.callback(on_input(layer_module(self.model, layer), seen).remove)
+            if outputs is not None:
+                for layer, place in self.layers.items():
+                    hook = layer_module(self.model, place).register_forward_hook(_output_hook(layer, outputs))
+                    stack.callback(hook.remove)
+            if inputs is not None:
+                for layer, weights in self.weights.items():
+                    seen = functools.partial(_see_input, layer, weights, inputs)
+                    stack.callback(on_input(layer_module(self.model, layer), seen).remove)
             yield self._run
 
     def _run(self, arguments: Arguments) -> ModelOutput:
@@ -277,9 +276,6 @@ def fake_quant_copy(
     model = preparation.quantized_copy(is_private=is_private)
     for name, weights in preparation.weights.items():
         module, qparams = layer_module(model, name), layers[name]
-        setattr(module, MARK, True)
-        if weights.balance is not None:
-            module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
         module.register_forward_pre_hook(FakeQuantize(qparams.input, qparams.hidden), with_kwargs=True)
         try:
             _round_biases(module, weights, qparams)

@@ -27,9 +27,9 @@ from amct.pytorch.equalization import equalized
 from amct.pytorch.folding import Fused, fuse
 from amct.pytorch.inputs import samples_in, tensors_in, torch_batches, with_tensors
 from amct.pytorch.intermediate_tensors import find_tensors
-from amct.pytorch.layer_hooks import TorchRun, fake_quant_copy, torch_output
+from amct.pytorch.layer_hooks import Balance, TorchRun, fake_quant_copy, torch_output
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, TracedOnnx, float_onnx
-from amct.pytorch.user_model import copy_model, own_parameters
+from amct.pytorch.user_model import MARK, copy_model, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -121,7 +121,7 @@ class TorchPreparation(PreparedForOnnx):
         return given[1] == expected[1] and all(map(_is_like, given[0], expected[0]))
 
     def quantized_copy(self, *, is_private: bool = False) -> nn.Module:
-        """A copy of the folded model with fake-quantized weights.
+        """A copy of the folded model with fake-quantized weights, whose layers with balanced weights balance inputs.
 
         Args:
             is_private: Whether no user gets it, who might change it: it shares all other parameters (embeddings, those
@@ -130,9 +130,13 @@ class TorchPreparation(PreparedForOnnx):
         replaced = [source.tensor for weights in self.weights.values() for source in weights.sources]
         model = copy_model(self.fused.model, without=self.fused.model.parameters() if is_private else replaced)
         for name, weights in self.weights.items():
+            module = layer_module(model, name)
+            setattr(module, MARK, True)
             for weight in weights.weights:
                 real = weight.real() if weight.stored is None else weight.stored.clone()
-                put_weights(layer_module(model, name), {weight.source.name: real})
+                put_weights(module, {weight.source.name: real})
+            if weights.balance is not None:
+                module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
         if not is_private:
             own_parameters(model, self.fused.model)
         return model

@@ -29,6 +29,7 @@ from amct.pytorch.capture.functional_layers import child_path, functional_layers
 from amct.pytorch.capture.layer_types import float_weights, put_weights
 from amct.pytorch.folding import fuse, norm_affine
 from amct.pytorch.intermediate_tensors import find_tensors
+from amct.pytorch.layer_hooks import run_in_context
 from amct.pytorch.onnx.float_onnx import TracedOnnx
 from amct.pytorch.preparation import TorchPreparation
 from amct.pytorch.qat.layers import QuantizedLayer, as_float, quantized_layers
@@ -38,10 +39,9 @@ from amct.pytorch.qat.operations import (
     OperationQuantizer,
     can_hold,
     input_name,
-    instrument,
+    instrument_all,
     operation_name,
     operation_quantizers,
-    own_modules,
     own_quantizer,
     remove_operations,
     share_quantizer,
@@ -179,11 +179,11 @@ def observe_tensors(
     model = preparation.quantized_copy()
     observed = ObservedTensors(watch.observers())  # layer inputs have their trained factors
     attached = watch.attach(model, observed)
-    with torch.no_grad():
-        for args, kwargs in log.track(batches, "Observing"):
-            with attached.forward((args, kwargs)):
-                model(*args, **kwargs)
+    run_in_context(model, attached.forward)
+    for args, kwargs in log.track(batches, "Observing"):
+        model(*args, **kwargs)
     attached.detach()
+    del model.forward  # it refers to the model: the copy would be freed late, with its weights
     return observed.tensor_qparams()
 
 
@@ -217,7 +217,7 @@ def _places(preparation: TorchPreparation, watch: TensorWatch) -> Iterator[_Plac
     for site, name in watch.operations.items():
         if site.operation >= 0 and _is_one_operation(preparation, site.path):
             yield _Place(name, site.path, OUTPUT)
-        elif site.path or site.operation >= 0:  # hooks of the whole model are not seen
+        else:
             yield _Place(name, site.path, operation_name(site.operation, site.result), site.function)
 
 
@@ -243,7 +243,7 @@ def train_placement(
     if watch is None or not found:
         logger.info("the tensors between layers are not trained: placement fast is impossible for this model")
         return {}
-    left = [*watch.missing, *(name for site, name in watch.operations.items() if not site.path and site.operation < 0)]
+    left = list(watch.missing)
     for place in _places(preparation, watch):
         module = model.get_submodule(place.module)
         if place.tensor not in found:
@@ -253,8 +253,7 @@ def train_placement(
             continue
         _add(module, place, found[place.tensor], fixed_min=_is_not_negative(preparation, place.tensor))
     _share(model, preparation)
-    for module in list(own_modules(model)):
-        instrument(module)
+    instrument_all(model)
     if left:
         logger.info("observed, not trained: %s", ", ".join(left))
     return {quantizer.layer: quantizer.clips for quantizer in operation_quantizers(model)}

@@ -36,7 +36,7 @@ from amct.pytorch.layer_hooks import observe_inputs
 from amct.pytorch.onnx.float_onnx import trace_for_files
 from amct.pytorch.pruning.sparse import put_sparse, without_masks
 from amct.pytorch.qat.deployment import is_made_by_relu, not_negative, train_placement
-from amct.pytorch.qat.layers import QuantizedCall, as_quantized, put_quantizers, quantized_layers, trained_parts
+from amct.pytorch.qat.layers import QuantizedCall, as_quantized, quantized_layers, trained_parts
 from amct.pytorch.qat.model import QatState, as_qat_model, keep_statistics, kept_batch, with_state
 from amct.pytorch.qat.operations import add_calls, instrument
 from amct.pytorch.qat.original import MetricBefore, Original
@@ -190,10 +190,7 @@ def build(
             quantizer = activation_quantizer(layer, fixed_min=bool(is_fixed))
             own["input_quantizer"] = quantizer.to(_device(module))
             leaders[source if source is not None else layer.name] = quantizer
-        if isinstance(module, QuantizedCall):
-            put_quantizers(module, own, leader)
-        else:
-            as_quantized(module, own, leader)
+        as_quantized(module, own, leader)
     kept = replace(plan, not_quantized=dict(plan.not_quantized))  # a dict can be pickled
     return as_qat_model(model, QatState(plan=kept, origin=for_copies(traced), not_folded=norms.skips))
 

@@ -270,19 +270,13 @@ def as_quantized(
     """Make a layer a quantized one, in place: whoever holds the layer keeps it.
 
     Args:
-        layer: The layer, of a class that ``quantized_class`` knows.
+        layer: The layer, of a class that ``quantized_class`` knows, or a functional call.
         quantizers: Its quantizers by name.
         leader: The input quantizer of another layer, where it has none of its own.
     """
-    layer.__class__ = quantized_class(type(layer))  # type: ignore[arg-type]  # as above
+    if not isinstance(layer, QuantizedCall):
+        layer.__class__ = quantized_class(type(layer))  # type: ignore[arg-type]  # as above
     assert isinstance(layer, QuantizedLayer)
-    put_quantizers(layer, quantizers, leader)
-
-
-def put_quantizers(
-    layer: QuantizedLayer, quantizers: Mapping[str, nn.Module], leader: ActivationQuantizer | None
-) -> None:
-    """Give a layer its quantizers, or the input quantizer of another layer."""
     for name, quantizer in quantizers.items():
         layer.add_module(name, quantizer.train(layer.training))
     if leader is not None:

@@ -105,17 +105,17 @@ def instrument(module: nn.Module) -> None:
         module.__class__ = _instrumented_class(type(module))  # type: ignore[arg-type]  # as above
 
 
+def instrument_all(model: nn.Module) -> None:
+    """The same for every module inside of a model, but not its quantizers."""
+    hidden = (ActivationQuantizer, WeightQuantizer, QuantizedCall)
+    for name, module in list(model.named_modules()):
+        if name and QUANTIZERS not in name and not isinstance(module, hidden):
+            instrument(module)
+
+
 def can_hold(module: nn.Module) -> bool:
     """Whether a module can have quantizers as children: a container would call them as its own."""
     return not isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-
-
-def own_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a model without its quantizers, without the model itself."""
-    hidden = (ActivationQuantizer, WeightQuantizer, QuantizedCall)
-    for name, module in model.named_modules():
-        if name and QUANTIZERS not in name and not isinstance(module, hidden):
-            yield module
 
 
 def add_calls(module: nn.Module, calls: Mapping[str, tuple[Any, ...]]) -> None:
