@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 _MOST_AXES = 6
 """Of the operands of a quantized product, as in AMCT."""
-_SHARED = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 
 
 class _Convolution(SingleOp):
     """A convolution of any number of dimensions, transposed or not."""
 
+    settings = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
     weight_kind = WeightKind.CONV
 
     def __init__(  # noqa: PLR0913  torch's signature
@@ -77,10 +77,7 @@ class _Convolution(SingleOp):
 
     @classmethod
     def _like(cls, mod: Any, config: Mapping[str, Any] | None) -> Self:  # noqa: ANN401  the attributes are those of its class
-        settings = {name: getattr(mod, name) for name in _SHARED}
-        made = cls(
-            **settings, bias=mod.bias is not None, device=mod.weight.device, dtype=mod.weight.dtype, config=config
-        )
+        made = super()._like(mod, config)
         cast("Any", made).output_padding = mod.output_padding
         return made
 
@@ -123,6 +120,7 @@ class LinearQAT(LinearForward, SingleOp, nn.Linear):
     """Quantization-aware ``nn.Linear``; its weight has one scale, so ``channel_wise`` is False."""
 
     float_class = nn.Linear
+    settings = ("in_features", "out_features")
 
     def __init__(
         self,
@@ -137,11 +135,6 @@ class LinearQAT(LinearForward, SingleOp, nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         weights = WeightQuantizer(checked.weights, "weight", WeightKind.LINEAR)
         self._add_quantizers(checked, [InputQuantizer(checked.data)], [weights], device)
-
-    @classmethod
-    def _like(cls, mod: Any, config: Mapping[str, Any] | None) -> Self:  # noqa: ANN401  the attributes are those of its class
-        settings = {"bias": mod.bias is not None, "device": mod.weight.device, "dtype": mod.weight.dtype}
-        return cls(mod.in_features, mod.out_features, config=config, **settings)
 
 
 class MatMulQAT(SingleOp):

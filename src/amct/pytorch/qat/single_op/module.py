@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from amct.config.qat.single_op import WEIGHT_KEY, read_single_op_config
 from amct.errors import AmctError, CalibrationError, ExportError, ModelArgumentError, ModelTypeError
-from amct.pytorch.capture.layer_types import setting_problem
+from amct.pytorch.capture.layer_types import own_weight, setting_problem
 from amct.pytorch.qat.quantizers import is_recomputing
 from amct.pytorch.qat.single_op.onnx_operators import is_exporting
 
@@ -33,6 +33,7 @@ class SingleOp(nn.Module):
 
     amct_operator = True
     float_class: ClassVar[type[nn.Module]]
+    settings: ClassVar[tuple[str, ...]] = ()
     input_rank: ClassVar[int | None] = None
     cur_batch: Tensor
 
@@ -202,7 +203,12 @@ class SingleOp(nn.Module):
 
     @classmethod
     def _like(cls, mod: Any, config: Mapping[str, Any] | None) -> Self:  # noqa: ANN401  the attributes are those of its class
-        raise NotImplementedError
+        """A module with the settings of a float one, and weights of its own."""
+        settings = {name: getattr(mod, name) for name in cls.settings}
+        weight = own_weight(mod)
+        assert weight is not None
+        has_bias = mod.bias if isinstance(mod.bias, bool) else mod.bias is not None
+        return cls(**settings, bias=has_bias, device=weight.device, dtype=weight.dtype, config=config)
 
     def parameters_exchanged(self) -> None:
         """Called when the parameters are those of another module."""

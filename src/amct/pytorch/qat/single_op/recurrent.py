@@ -18,10 +18,6 @@ from amct.pytorch.qat.single_op.state import InputQuantizer, WeightQuantizer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from typing_extensions import Self
-
-_SHARED = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
-
 
 class _Recurrent(SingleOp):
     """A recurrent layer: its input, its initial hidden state and both weights are quantized.
@@ -30,6 +26,7 @@ class _Recurrent(SingleOp):
     (``acts_h_…``) lies between -1 and 1, so its clips are not trained; between the steps it stays float.
     """
 
+    settings = ("input_size", "hidden_size", "num_layers", "batch_first", "dropout", "bidirectional")
     input_rank = 3
     kind: LayerKind
 
@@ -70,12 +67,6 @@ class _Recurrent(SingleOp):
         self._add_quantizers(checked, [InputQuantizer(checked.data)], weights, device)
         self._state.add_state(self, device)
         self._state.refresh(self)
-
-    @classmethod
-    def _like(cls, mod: Any, config: Mapping[str, Any] | None) -> Self:  # noqa: ANN401  the attributes are those of its class
-        settings = {name: getattr(mod, name) for name in _SHARED}
-        weight = mod.weight_ih_l0
-        return cls(**settings, device=weight.device, dtype=weight.dtype, config=config)
 
     def parameters_exchanged(self) -> None:
         """Let torch's list of weights be that of the exchanged parameters."""
