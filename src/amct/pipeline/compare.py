@@ -191,10 +191,11 @@ def reference(
         Reference(inputs=inputs, origin=CALIBRATION, expected=exact, simulated=rounded)
         for (_, inputs), exact, rounded in zip(samples, expected, simulated, strict=False)
     ]
-    judged = None
     if handed_in is not None and batch_size is None:
-        judged = [(UNNAMED, np.asarray(each)) for _, each in handed_in(examples[0]).tensors]  # matched by position
-    return replace(found[0], handed_in=judged, further=tuple(found[1:]), seconds=seconds)
+        known = [handed_in(batch).tensors for batch in batches[: len(found)]]
+        by_position = ([(UNNAMED, np.asarray(tensor)) for _, tensor in each] for each in known)
+        found = [replace(each, handed_in=outputs) for each, outputs in zip(found, by_position, strict=True)]
+    return replace(found[0], further=tuple(found[1:]), seconds=seconds)
 
 
 def _sample(

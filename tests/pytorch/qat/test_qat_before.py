@@ -85,7 +85,7 @@ def test_the_summary_compares_with_the_outputs_that_were_kept(model):
     made = trained(model)
     for each in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert float(re.search(line, each.summary())[1]) < near - 20
-    assert float(re.search(line, made.summary())[1]) == pytest.approx(distance(model, made), abs=0.06)
+    assert float(re.search(line, made.summary())[1]) == pytest.approx(distance(model, made, torch.cat(DATA)), abs=0.06)
     assert made.summary().splitlines()[-4].startswith("verdict Broken")
 
 
@@ -101,13 +101,15 @@ def test_files_are_judged_by_the_outputs_that_were_kept(model, tmp_path, caplog)
     gc.collect()
     paths = made.save(tmp_path / "net")
     document = json.loads((tmp_path / "net_quant.json").read_text())
-    found = distance(model, made)
+    found = distance(model, made, torch.cat(DATA))
     assert document["verdict"]["level"] == "broken"
     assert "to the float model that was handed in" in document["verdict"]["reasons"][0]
     checks = [entry["check"] for entry in document["files"].values() if entry.get("check")]
     assert len(checks) == 3
+    of_files = [check["handed_in_sqnr"] for check in checks]
+    assert of_files[0] == pytest.approx(found, abs=0.1), "the QDQ file runs on all batches"
+    assert of_files[1:] == pytest.approx([distance(model, made)] * 2, abs=0.1)
     for check in checks:
-        assert check["handed_in_sqnr"] == pytest.approx(found, abs=0.1)
         assert check["sqnr"] > 20, "that to the trained weights without quantizers tells whether the file is right"
     warned = next(each for each in caplog.records if each.message.startswith("verdict Broken"))
     assert warned.levelname == "WARNING"

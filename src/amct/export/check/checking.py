@@ -273,7 +273,8 @@ class OnnxCheck:
     def _compared(self, file: FileToCheck, outputs: Sequence[Mapping[str, NDArray[Any]]]) -> FileCheck:
         origin = self.reference.origin if len(outputs) == 1 else f"{len(outputs)} calibration batches"
         result = compared(file.target, origin, self._batches_for(file), outputs)
-        return judged_by(result, by_name(self.reference.handed_in, self._float_outputs), outputs[0])
+        handed_in = [by_name(batch.handed_in, self._float_outputs) for batch in self.reference.batches]
+        return judged_by(result, handed_in, outputs)
 
     def _timed(self, file: FileToCheck, measured: FileCheck, loaded: LoadedModel | None) -> FileCheck:
         """With the speed of a QDQ file; a file slower than float is reported."""

@@ -397,9 +397,12 @@ def outcome(
     )
 
 
-def judged_by(check: FileCheck, handed_in: OutputsByName | None, got: OutputsByName) -> FileCheck:
-    """A check whose verdict rests on the outputs of the model that was handed in for training, if they are known."""
-    similarity = None if handed_in is None else output_similarity(handed_in, got)[0]
+def judged_by(
+    check: FileCheck, handed_in: Sequence[OutputsByName | None], outputs: Sequence[OutputsByName]
+) -> FileCheck:
+    """A check whose verdict rests on the outputs of the model that was handed in for training, where they are known."""
+    pairs = zip(handed_in, outputs, strict=False)
+    similarity = similarity_over((expected, got) for expected, got in pairs if expected is not None)[0]
     judged = None if similarity is None else judge([similarity.sqnr])
     if similarity is None or judged is None or check.sqnr is None:
         return check

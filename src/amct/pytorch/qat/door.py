@@ -21,7 +21,7 @@ from amct.config.plan import OPEN_ENDED, say_fixed_min
 from amct.config.python_config import retrain_plan_of
 from amct.errors import ArgumentError, ArgumentTypeError, ModelError
 from amct.export.check.batch import MOST_SAMPLES as CHECKED
-from amct.export.check.batch import first_samples
+from amct.export.check.batch import KeptBatches, first_samples
 from amct.export.request import Target
 from amct.numerics.adaround.scale import least_error_scale
 from amct.numerics.ifmr import IfmrObserver
@@ -115,7 +115,13 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     with_state(trainable, all_layers=True, any_batch=any_batch)
     put_sparse(trainable, masks)
     start_weights(trainable)
-    start, count = start_activations(trainable, calibration)
+    first = KeptBatches()
+
+    def note(batch: Arguments) -> Arguments:
+        first.notice(first_samples(batch, most=CHECKED) if any_batch else batch)
+        return batch
+
+    start, count = start_activations(trainable, map(note, calibration))
     used = calibration.used(count)
     logger.info("calibrated on %s%s", used, used.preparation and f": {used.preparation}")
     if target != Target.EXACT8.value:
@@ -136,7 +142,7 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
         teacher=teachers,
         target=target,
         freeze_norms=freeze_norms,
-        original=Original.of(model, first_samples(kept, most=CHECKED) if any_batch else kept),
+        original=Original.of(model, first.kept),
         metric_before=known,
         teaches_itself=teacher is model,
     )

@@ -191,11 +191,10 @@ class QatModel(nn.Module):
         tensors = tensors_between_layers(self, preparation, [example] if batches is None else batches)
         layers = trained_layers(preparation, self, tensors)
         original = state.original
-        if original is not None and not (preparation.any_batch_size or preparation.is_like_example(original.batch)):
-            original = None
-        examples = [example if original is None else original.batch]
-        found = QuantizedModel(preparation, layers, tensors, examples, calibration=state.calibration)
-        found.handed_in = None if original is None else original.kept
+        kept = () if original is None else original.batches
+        examples = [each for each in kept if preparation.any_batch_size or preparation.is_like_example(each)]
+        found = QuantizedModel(preparation, layers, tensors, examples or [example], calibration=state.calibration)
+        found.handed_in = original.kept if original is not None and examples else None
         return found
 
     def preparation(self, example: Arguments, io: IoOptions) -> TorchPreparation:

@@ -8,12 +8,13 @@ while it lives and is unchanged.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from amct.pipeline.door import ModelOutput
 from amct.printable import counted
 from amct.pytorch.inputs import samples_in
 from amct.pytorch.layer_hooks import torch_output
@@ -22,10 +23,9 @@ from amct.report.filling import metric_figure
 from amct.report.measuring import Measuring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from amct.pipeline.batches import Batches
-    from amct.pipeline.door import ModelOutput
     from amct.pytorch.layer_hooks import Arguments
     from amct.report.measuring import Metric
 
@@ -35,25 +35,24 @@ class Original:
     """The float model that was handed in.
 
     Attributes:
-        batch: Arguments of one forward.
-        outputs: What it returned for them.
+        batches: Arguments of some forwards.
+        outputs: What it returned for each.
         model: The model; None when it is gone, or was not copied with a pickle.
         state: Of each of its tensors: which one it is, and how often it was changed.
     """
 
-    batch: Arguments
-    outputs: ModelOutput
+    batches: Sequence[Arguments]
+    outputs: Sequence[ModelOutput]
     model: weakref.ref[nn.Module] | None
     state: object
 
     @classmethod
-    def of(cls, model: nn.Module, batch: Arguments) -> Original:
-        """Run a model on a batch; it is not changed."""
-        args, kwargs = batch
-        with torch.no_grad():
-            result = torch_output(copy_model(model, share_tensors=True).eval()(*args, **kwargs))
-        tensors = [(name, tensor.detach().cpu().clone()) for name, tensor in result.tensors]
-        return cls(batch, replace(result, value=None, tensors=tensors), weakref.ref(model), _state(model))
+    def of(cls, model: nn.Module, batches: Sequence[Arguments]) -> Original:
+        """Run a model on batches; it is not changed."""
+        results = map(runner_of(model), batches)
+        tensors = [[(name, each.detach().cpu().clone()) for name, each in result.tensors] for result in results]
+        outputs = [ModelOutput(value=None, tensors=each) for each in tensors]
+        return cls(batches, outputs, weakref.ref(model), _state(model))
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickle has the outputs only."""
@@ -62,9 +61,9 @@ class Original:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
-    def kept(self, _: Arguments) -> ModelOutput:
-        """What it returned for its batch."""
-        return self.outputs
+    def kept(self, batch: Arguments) -> ModelOutput:
+        """What it returned for one of its batches."""
+        return next(found for own, found in zip(self.batches, self.outputs, strict=True) if own is batch)
 
     def runner(self) -> Callable[[Arguments], ModelOutput] | None:
         """Runs the model, if it lives and has the values that it was handed in with."""
