@@ -18,8 +18,11 @@ from amct.export.check import running
 from amct.export.check.losses import (
     LIKELY,
     SURE,
+    ComparedBatch,
     _student_quantile,
+    compared,
     likely_loss,
+    needs_action,
     output_similarity,
     say_slow,
     sure_loss,
@@ -249,6 +252,18 @@ def test_a_likely_loss_is_exceeded_by_few_losses_on_other_data_however_few_sampl
         exceeded += likely_loss(zero, one, files, "y") < 1.0
     # 2.5 % of 600 are 15; of a binomial count, 30 is four deviations away. Of two bounds the larger counts.
     assert exceeded <= 30
+
+
+@pytest.mark.parametrize(("samples", "is_bounded"), [(2, False), (4, False), (5, True), (8, True)])
+def test_of_fewer_samples_than_a_bound_needs_nothing_is_said_of_other_data(samples, is_bounded, tmp_path):
+    """Two samples with losses of 0 and 2 dB have a bound of 13 dB, whatever the file is."""
+    ones = {"y": np.ones((1, 4), np.float32)}
+    off = [{"y": 1 + np.full((1, 4), 10 ** (loss / 20 - 2), np.float32)} for loss in (0, 2) * (samples // 2 + 1)]
+    batches = [ComparedBatch(inputs={}, expected=ones, simulated={"y": np.full((1, 4), 1.01, np.float32)})] * samples
+    check = compared(tmp_path / "net_qdq_model.onnx", "some batches", batches, off[:samples])
+    assert (check.likely_loss is not None) == is_bounded
+    assert check.verdict == "good"
+    assert not needs_action(check)
 
 
 def test_quantiles_of_few_samples_are_those_of_students_distribution():

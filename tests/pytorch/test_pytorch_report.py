@@ -271,6 +271,19 @@ def test_mistakes_write_nothing(quantized, batches, tmp_path):
 # -- compare -----------------------------------------------------------------------------------------------------------
 
 
+def test_data_that_the_model_cannot_take_names_the_argument_and_the_shapes(quantized, batches, tmp_path):
+    wrong = [batches[0][0][:, :1]]
+    for run in (lambda: quantized.compare(wrong), lambda: quantized.report(tmp_path / "report.html", wrong)):
+        with pytest.raises(ModelError) as caught:
+            run()
+        assert f"data: InPlaceNet fails on a batch with tensors of shapes [{list(wrong[0].shape)}]: " in str(
+            caught.value
+        )
+        assert "\n" not in str(caught.value)
+        assert isinstance(caught.value.__cause__, RuntimeError), "with the line of the user's forward"
+    assert not list(tmp_path.iterdir())
+
+
 def test_compare_takes_the_original_model_with_its_batch_norms(model, quantized, batches):
     model.train()  # is run in eval mode all the same, and stays as it is
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from amct.calibration.session import HIDDEN
-from amct.errors import AmctError
+from amct.errors import AmctError, ModelError
 from amct.numerics.affine import dequantize, fake_quantize, quantize_bias
 from amct.numerics.balancing import balance_activation
 from amct.pipeline.door import ModelOutput
@@ -239,8 +239,16 @@ class TorchRun:
     def _run(self, arguments: Arguments) -> ModelOutput:
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), arguments)
-        with torch.no_grad():
-            value = self.model(*args, **kwargs)
+        try:
+            with torch.no_grad():
+                value = self.model(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, AmctError):
+                raise
+            shapes = [list(tensor.shape) for tensor in tensors_in((args, kwargs))]
+            what = str(error).partition("\n")[0]
+            name = type(self.model).__name__
+            raise ModelError(f"data: {name} fails on a batch with tensors of shapes {shapes}: {what}") from error
         return torch_output(value)
 
 

@@ -68,7 +68,8 @@ FEWEST_SAMPLES = 5
 """Batches with so many samples are run however short the job was: one sample may hide a loss.
 
 The bound of a mean of n samples is t/√n of their deviations away, where t is Student's quantile for n samples: 2.5 of
-them for 3 samples, with which every file might be worse, 1.2 for 5, 0.8 for 8.
+them for 3 samples, with which every file might be worse, 1.2 for 5, 0.8 for 8. Where the data has fewer, nothing is
+said of other data: a warning that every file gets says nothing.
 """
 ENOUGH = 41.0
 """Decibels of SQNR from which a file is as good as 8-bit outputs can be."""
@@ -84,6 +85,7 @@ A repair that was not needed costs speed, one that is left out costs accuracy.
 _AS_GOOD_AS_NORMAL = 200
 """Degrees of freedom above which the quantiles of Student's distribution are those of the normal one, to 0.6 %."""
 _STEPS = 60
+_NONE = np.zeros(0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -361,7 +363,8 @@ def compared(
     found = similarity_over(zip(expected, outputs, strict=True))
     near = similarity_over(zip(expected, simulated, strict=True))[0]
     result = outcome(target, origin, found, near, matched_boxes(zip(expected, outputs, strict=True)))
-    if result.sqnr is None or result.simulation_sqnr is None:
+    samples = sum(len(each[result.output]) for each in expected if each.get(result.output, _NONE).ndim > 1)
+    if result.sqnr is None or result.simulation_sqnr is None or 1 < samples < FEWEST_SAMPLES:
         return result
     return replace(result, likely_loss=likely_loss(expected, simulated, outputs, result.output))
 
