@@ -86,6 +86,16 @@ def input_file(path: str | os.PathLike[str], argument: str) -> Path:
     return file
 
 
+def input_files(**paths: str | os.PathLike[str]) -> None:
+    """Check that files exist, given by the names of their arguments.
+
+    Raises:
+        FileError: One does not exist, or is a folder.
+    """
+    for argument, path in paths.items():
+        input_file(path, argument)
+
+
 def check_file_name(path: str | os.PathLike[str], argument: str) -> None:
     """Check the name of a file that is to be written.
 

@@ -54,7 +54,7 @@ def compare(net, exported, results):
     assert results
     for name, value in results.items():
         blob = name.removesuffix(".output")
-        blob = exported.sources[blob].blob if blob in exported.sources else blob
+        blob = exported.blobs.get(blob, blob)
         want = net.blob(blob).data
         assert value.shape == want.shape
         np.testing.assert_allclose(value, want, rtol=RTOL, atol=ATOL)

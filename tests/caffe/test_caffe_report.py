@@ -12,7 +12,8 @@ import pytest
 from ptq_caffe_flow import cosine, golden_flow, text_flow
 
 import amct.caffe as amct
-from amct.caffe.comparing import QuantizedFiles, float_side, measure_nets, watched_layers
+from amct.caffe.comparing import float_side, measure_nets, watched_layers
+from amct.caffe.model import read_quantized_model
 from amct.caffe.reporting import files_report
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, FileError, ModelError, ParseError
 
@@ -258,7 +259,7 @@ def test_one_batch_at_a_time_is_in_memory(resnet):
             assert sum(each() is not None for each in alive) <= 2  # this one, and the last until it is let go
             yield values
 
-    found = measure_nets(float_side(resnet.pair), QuantizedFiles(*resnet.result_files("fake_quant")), stream())
+    found = measure_nets(float_side(resnet.pair), read_quantized_model(*resnet.result_files("fake_quant")), stream())
     assert found.batches == 5
 
 
@@ -370,6 +371,6 @@ def test_watched_layers_name_every_result(golden, tmp_path):
     flow = golden_flow("siamese", golden, tmp_path).configure()
     flow.run()
     for kind in ("fake_quant", "deploy"):
-        layers = {layer.name: layer for layer in watched_layers(QuantizedFiles(*flow.result_files(kind)).net)}
+        layers = {layer.name: layer for layer in watched_layers(read_quantized_model(*flow.result_files(kind)).net)}
         assert len(layers["slice"].outputs) == 2
         assert layers["conv"].outputs == ("conv_out",)  # a ReLU in place followed, which has a blob of its own now

@@ -77,8 +77,8 @@ def test_nodes_are_layers_and_tensors_are_blobs():
     assert exported.nodes["drop"] == ()
     assert exported.nodes["ip"] == ("ip.flat", "ip")
     assert exported.bottoms["ip"] == ("conv",)
-    assert (exported.sources["conv.bn"].blob, exported.sources["conv.bn"].layer) == ("conv", "bn")
-    assert (exported.sources["conv"].blob, exported.sources["conv"].layer) == ("conv", "relu")
+    assert exported.blobs["conv.bn"] == "conv"
+    assert exported.blobs["conv"] == "conv"
 
 
 def test_shapes_are_declared():

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from ptq_caffe_flow import batch, golden_flow
 
-from amct.caffe import model as caffe_model
 from amct.caffe import prototxt, quantize
+from amct.caffe.engine import weights
 
 
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were parsed, by what parsed them."""
     found = {"read_net_message": [], "read_weights": []}
-    for module, (name, calls) in zip((prototxt, caffe_model), found.items(), strict=True):
+    for module, (name, calls) in zip((prototxt, weights), found.items(), strict=True):
         original = getattr(module, name)
 
         def spy(*args, original=original, calls=calls):

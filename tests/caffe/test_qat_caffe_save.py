@@ -23,6 +23,7 @@ from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.messages import read_net_message
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError, RecordError
 from amct.record import read_caffe_record
+from amct.schema import format_text
 
 FILES = [
     "net_atc_model.prototxt",
@@ -199,6 +200,14 @@ def test_a_missing_record_or_config(copy):
     copy.config.rename(copy.folder / "moved.json")
     with pytest.raises(FileError, match=r"config_file.*names"):
         copy.save(scale_offset_record_file=str(copy.model))
+
+
+def test_a_layer_that_rounds_weights_may_come_first(copy):
+    net = read_net_message(copy.modified[0])
+    layers = sorted(net.layer, key=lambda layer: layer.type != "RetrainWeightQuant")
+    Path(copy.modified[0]).write_text(format_text(type(net)(name=net.name, layer=layers)))
+    copy.save()  # the record and the config are those that the layers in front of the data name
+    assert copy.prefix.with_name("net_deploy_model.prototxt").is_file()
 
 
 def test_paths_as_arguments(copy):

@@ -14,7 +14,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from amct import log
-from amct.arguments import input_file, output_file
+from amct.arguments import input_file, input_files, output_file
 from amct.atomic import FileGroup, read_bytes, write_text
 from amct.caffe.engine import blob
 from amct.caffe.model import read_model, write_model
@@ -32,7 +32,6 @@ from amct.calibration import all_ranks
 from amct.calibration.record_files import progress_path
 from amct.config.ptq.caffe import CAFFE
 from amct.export.check.batch import batch_path
-from amct.model import Skip
 from amct.printable import counted
 from amct.record import CaffeRecord, write_record
 
@@ -85,8 +84,7 @@ def create_quant_config(  # noqa: PLR0913  most of them are optional
         ParseError, ModelError, ConfigError: a file is malformed or invalid, or a layer to skip is unknown.
     """
     target = output_file(config_file, "config_file")
-    input_file(model_file, "model_file")
-    input_file(weights_file, "weights_file")
+    input_files(model_file=model_file, weights_file=weights_file)
     layers = layer_infos(read_model(model_file, weights_file, custom_proto).net)
     if config_defination is not None:
         source = input_file(config_defination, "config_defination")
@@ -126,9 +124,7 @@ def init(
         FileError: a file cannot be read or written.
         ParseError, ModelError, ConfigError: a file is malformed, invalid, or does not belong to the model.
     """
-    inputs = {"config_file": config_file, "model_file": model_file, "weights_file": weights_file}
-    for name, value in inputs.items():
-        input_file(value, name)
+    input_files(config_file=config_file, model_file=model_file, weights_file=weights_file)
     record = output_file(scale_offset_record_file, "scale_offset_record_file")
     original = read_model(model_file, weights_file, custom_proto)
     layers = layer_infos(original.net)
@@ -172,15 +168,15 @@ def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modi
     files = _output_files(modified_model_file, modified_weights_file)
     graph.fold()
     graph.quantize_weights()
-    for name, reason in graph.not_quantized.items():
-        if name in graph.model.weights or graph.plan.find(name) is not None:
-            logger.info("left as it is: %s", Skip(name, reason))
+    for skip in graph.not_quantized:
+        if skip.layer in graph.model.weights or graph.plan.find(skip.layer) is not None:
+            logger.info("left as it is: %s", skip)
     modified = graph.with_quantized_weights()
     ranks = all_ranks()
     if ranks.is_first:
         if graph.plan.update_bn is not None:
             refresh_statistics(modified, graph.plan.update_bn)
-        write_record(graph.weights_record(), graph.calibration_file())
+        write_record(graph.weights_record(), graph.record_file)
         with FileGroup() as group:
             write_model(group, modified, *files)
     ranks.meet("weights_quantize_model")
@@ -208,15 +204,11 @@ def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, m
     graph = check_graph("activation_quantize_model", graph)
     files = _output_files(modified_model_file, modified_weights_file)
     graph.need(Stage.WEIGHTS_QUANTIZED, "activation_quantize_model")
-    record = graph.calibration_file()
-    ranks = all_ranks()
+    record, ranks = graph.calibration_record, all_ranks()
     if graph.plan.update_bn is not None:
         ranks.meet("statistics of batch norms")  # those of the last layers are written when this process gets here
-    if graph.plan.update_bn is not None and graph.stage is Stage.WEIGHTS_QUANTIZED:
-        fold_updated_statistics(graph)
-    if graph.plan.update_bn is not None:
-        record = record.with_name(f"{record.stem}_update{record.suffix}")
-    graph.calibration_record = record
+        if graph.stage is Stage.WEIGHTS_QUANTIZED:
+            fold_updated_statistics(graph)
     model = graph.with_quantized_weights()
     plans = graph.plans()
     insert_ifmr(model, plans, str(record))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from amct.arguments import input_file, output_file
 from amct.atomic import FileGroup, read_bytes
 from amct.caffe.amct_api import activation_quantize_model, init, weights_quantize_model
 from amct.caffe.door import CaffePreparation
-from amct.caffe.engine.messages import new_message
-from amct.caffe.model import CaffeModel, equal_draws, feed, write_model
+from amct.caffe.model import equal_draws, feed, write_model
 from amct.caffe.prototxt import caffe_function
 from amct.caffe.ptq.checking import net_batch_beside
 from amct.caffe.ptq.save import prefix_of, results_of
@@ -29,9 +28,8 @@ from amct.record import write_record
 from amct.search.roll_back import AccuracyBasedAutoCalibrationBase, EvaluatorCalls, compared
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from amct.atomic import AnyPath
+    from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.net import Net
     from amct.caffe.ptq.graph import QuantGraph
     from amct.search.roll_back import AutoCalibrationEvaluatorBase, AutoCalibrationStrategyBase, SensitivityBase
@@ -106,7 +104,7 @@ class _CaffeCalibration(AccuracyBasedAutoCalibrationBase):
         activation_quantize_model(graph, *files)
         evaluator.calibrate(*map(str, files))
         results = results_of(graph)
-        batch, _ = net_batch_beside(graph.calibration_file(), results.folded_model.build(()))
+        batch, _ = net_batch_beside(graph.calibration_record, results.folded_model.build(()))
         prepared, layers = CaffePreparation(graph).variant(graph.plan, results.layers)
         return QuantizedModel(prepared, layers, None, [batch])
 
@@ -118,18 +116,23 @@ class _CaffeCalibration(AccuracyBasedAutoCalibrationBase):
         return evaluator.of(*map(str, files))
 
     def ranking(self, base: QuantizedModel) -> dict[str, float]:
-        """Layer by layer, each in a net of its own."""
+        """Layer by layer, each on the inputs that it gets in the float net."""
         prepared = _prepared(base)
         simulated = prepared.caffe_model(base.qparams)
-        net = prepared.graph.model.build()
+        net, rounded = prepared.graph.model.build(), simulated.build()
         found: dict[str, list[float]] = {name: [] for name in base.layers}
         for batch in base.examples:
             feed(net, batch)
             with equal_draws():
                 net.forward()
             for name, values in found.items():
-                expected = net.blob(prepared.graph.model.layer(name).top[0]).tensor
-                values.append(compared(self.sensitivity, expected.clone(), _alone(simulated, name, net)))
+                quants = [each for each in simulated.layers if each.quant_param.object_layer == name]
+                for layer in (*quants, simulated.layer(name)):
+                    _take_bottoms(rounded, layer, net)
+                start, end = (rounded.layer_names.index(each) for each in (quants[0].name, name))
+                rounded.forward(start, end)
+                top = simulated.layer(name).top[0]
+                values.append(compared(self.sensitivity, net.blob(top).tensor.clone(), rounded.blob(top).tensor))
         return {name: float(np.mean(values)) for name, values in found.items()}
 
 
@@ -138,20 +141,10 @@ def _prepared(quantized: QuantizedModel) -> CaffePreparation:
     return quantized.prepared
 
 
-def _alone(simulated: CaffeModel, name: str, net: Net) -> Any:  # noqa: ANN401  a tensor of the net's own
-    """The first output of one layer of a fake-quant model, on its inputs in a net that has run."""
-    layer = simulated.layer(name)
-    quants = {each.top[0]: each for each in simulated.layers if each.type == "Quant" and each.top[0] in layer.bottom}
-    wanted = list(dict.fromkeys(quants[blob].bottom[0] if blob in quants else blob for blob in layer.bottom))
-    inputs: Mapping[str, Any] = {blob: net.blob(blob).data for blob in wanted}
-    part = CaffeModel(type(simulated.net)(), dict(simulated.weights))
-    heads = []
-    for blob, values in inputs.items():
-        head = new_message("LayerParameter", name=f"input_{blob}", type="Input", top=[blob])
-        head.input_param.shape.add().dim.extend(values.shape)
-        heads.append(head)
-    part.set_layers([*heads, *quants.values(), layer])
-    alone = part.build()
-    feed(alone, inputs)
-    alone.forward()
-    return alone.blob(layer.top[0]).tensor
+def _take_bottoms(net: Net, layer: ProtoMessage, other: Net) -> None:
+    """Give a layer of a net the bottoms that another net has, too."""
+    known = other.named_blobs()
+    own = net.layers[net.layer_names.index(layer.name)]
+    for name, blob in zip(layer.bottom, own.bottom_blobs, strict=True):
+        if name in known:
+            blob.set_tensor(known[name].tensor)

@@ -13,15 +13,14 @@ import os
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amct.arguments import input_file
-from amct.atomic import AnyPath, Snapshot
-from amct.caffe.engine.layers.integer import moves_values
-from amct.caffe.engine.net import Net
-from amct.caffe.model import caffe_batches, equal_draws, read_model, read_test_net, run_net, sample_count
+from amct.atomic import AnyPath
+from amct.caffe.engine.layer import moves_values
+from amct.caffe.model import caffe_batches, read_model, read_quantized_model, run_net, sample_count
 from amct.errors import ArgumentTypeError, ModelError
 from amct.model.quant_json import file_beside, notes_beside
 from amct.numerics.qparams import QParams
@@ -29,16 +28,15 @@ from amct.pipeline.compare import measure
 from amct.pipeline.door import ModelOutput
 from amct.pipeline.quantized_model import QuantizedModel
 from amct.printable import counted
-from amct.record import DataFactors
 from amct.report.filling import input_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.engine.net import Net
     from amct.caffe.model import Batch, CaffeModel
-    from amct.caffe.proto_merge import CustomSchema
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import BatchInputs
     from amct.pipeline.door import OnTensor
@@ -49,40 +47,6 @@ logger = logging.getLogger(__name__)
 
 FilePair = tuple[AnyPath, AnyPath]
 """A prototxt and its caffemodel."""
-
-
-class Side(Protocol):
-    """One of the two compared nets, a CaffeModel or files: its NetParameter for the TEST phase, and how to build it."""
-
-    net: ProtoMessage
-
-    def build(self, keep_blobs: Iterable[str]) -> Net:
-        """Build the net; only the named blobs, the inputs and the outputs stay readable."""
-
-
-class QuantizedFiles:
-    """The fake-quant or deploy model that quantization wrote."""
-
-    def __init__(
-        self, model_file: Path, weights_file: Path, custom_proto: AnyPath | CustomSchema | None = None
-    ) -> None:
-        self.model_file = model_file
-        self._files = Snapshot(model_file, weights_file)
-        self.net = read_test_net(model_file, custom_proto)
-        self._weights_file = weights_file
-
-    def build(self, keep_blobs: Iterable[str]) -> Net:
-        """Build the net; only the named blobs, the inputs and the outputs stay readable."""
-        with equal_draws():
-            net = Net(self.net, keep_blobs=keep_blobs, with_gradients=False)
-        net.load_weights(self._weights_file)
-        self._files.check_unchanged()
-        return net
-
-    def real_weights(self) -> dict[str, list[torch.Tensor]]:
-        """The blobs of each layer with float weights; layers with integer weights (deploy models) are omitted."""
-        blobs = {layer.name: [blob.tensor for blob in layer.blobs] for layer in self.build(()).layers}
-        return {name: found for name, found in blobs.items() if found and found[0].is_floating_point()}
 
 
 def float_side(pair: object, custom_proto: AnyPath | None = None) -> CaffeModel:
@@ -97,18 +61,19 @@ def float_side(pair: object, custom_proto: AnyPath | None = None) -> CaffeModel:
 
 def both_sides(
     float_model: object, quantized_model: object, custom_proto: AnyPath | None = None
-) -> tuple[CaffeModel, QuantizedFiles]:
+) -> tuple[CaffeModel, CaffeModel]:
     """Read two pairs of files; warn if their blobs cannot match. Errors as ``float_side``."""
     reference = float_side(float_model, custom_proto)
-    quantized = QuantizedFiles(*_files(quantized_model, "quantized_model"), custom_proto)
-    changed = notes_beside(quantized.model_file).equalized
-    equalized = file_beside(quantized.model_file, "equalized_model.prototxt")
+    prototxt, weights = _files(quantized_model, "quantized_model")
+    quantized = read_quantized_model(prototxt, weights, custom_proto)
+    changed = notes_beside(prototxt).equalized
+    equalized = file_beside(prototxt, "equalized_model.prototxt")
     given, _ = _files(float_model, "float_model")
     if changed and given.name != equalized.name:
         logger.warning(
             "%s was equalized before: the channels of %s have other sizes than in %s. To compare layers, give "
             "%s and its caffemodel as the float model",
-            quantized.model_file.name,
+            prototxt.name,
             counted(len(changed), "layer"),
             given.name,
             equalized,
@@ -130,15 +95,11 @@ def _files(pair: object, argument: str) -> tuple[Path, Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedInput:
-    """A quantized input: the name of its blob in the float net, and its factors."""
+    """A quantized input: its index among the bottoms, the name of its blob in the float net, and its grid."""
 
+    index: int
     blob: str
-    factors: DataFactors
-
-    def grid(self) -> QParams:
-        """The quantization grid of the input."""
-        assert self.factors.scale is not None
-        return QParams.of(self.factors.scale, self.factors.offset or 0, self.factors.bits)
+    grid: QParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +119,9 @@ def watched_layers(net: ProtoMessage) -> list[WatchedLayer]:
     for layer in net.layer:
         if layer.type == "Quant":
             given = layer.quant_param
-            factors = DataFactors(
-                index=given.index, scale=given.scale, offset=given.offset, num_bits=given.num_bits_d or None
-            )
-            inputs.setdefault(given.object_layer, []).append(WatchedInput(blob=layer.bottom[0], factors=factors))
+            grid = QParams.of(given.scale, given.offset, given.num_bits_d or 8)
+            found = WatchedInput(index=given.index, blob=layer.bottom[0], grid=grid)
+            inputs.setdefault(given.object_layer, []).append(found)
         elif layer.type == "DeQuant":
             outputs.setdefault(layer.dequant_param.object_layer, []).append(layer.top[0])
         elif layer.type == "AntiQuant":
@@ -171,7 +131,7 @@ def watched_layers(net: ProtoMessage) -> list[WatchedLayer]:
         WatchedLayer(
             name=layer.name,
             type=layer.type.removesuffix("Quant"),  # LSTMQuant is the LSTM of a fake-quant model
-            inputs=tuple(sorted(inputs[layer.name], key=lambda each: each.factors.index)),
+            inputs=tuple(sorted(inputs[layer.name], key=lambda each: each.index)),
             outputs=tuple(
                 behind.get(blob, blob) if moves_values(layer) else blob for blob in outputs.get(layer.name, layer.top)
             ),
@@ -188,26 +148,16 @@ def _behind_rectifiers(net: ProtoMessage) -> dict[str, str]:
     rectifier removes are outside its range, and no error.
     """
     readers = Counter(blob for layer in net.layer for blob in layer.bottom)
-    return {
-        layer.bottom[0]: layer.top[0]
+    rectifiers = (
+        layer
         for layer in net.layer
-        if len(layer.bottom) == len(layer.top) == 1 and readers[layer.bottom[0]] == 1 and _is_rectifier(layer)
-    }
-
-
-def _is_rectifier(layer: ProtoMessage) -> bool:
-    return layer.type in ("ReLU6", "Clip") or (layer.type == "ReLU" and not layer.relu_param.negative_slope)
+        if layer.type in ("ReLU6", "Clip") or (layer.type == "ReLU" and not layer.relu_param.negative_slope)
+    )
+    lone = (layer for layer in rectifiers if len(layer.bottom) == len(layer.top) == 1)
+    return {layer.bottom[0]: layer.top[0] for layer in lone if readers[layer.bottom[0]] == 1}
 
 
 # ------------------------------------------------------------------ the runs
-
-
-@runtime_checkable
-class _CaffeResult(Protocol):
-    """The preparation of a Caffe model."""
-
-    def caffe_model(self, record: Any) -> CaffeModel:  # noqa: ANN401  its own record
-        """The fake-quant model."""
 
 
 class ComparedNet:
@@ -215,7 +165,7 @@ class ComparedNet:
 
     shapes_vary = True  # their number may differ behind a layer that selects boxes
 
-    def __init__(self, side: Side, layers: Sequence[WatchedLayer]) -> None:
+    def __init__(self, side: CaffeModel, layers: Sequence[WatchedLayer]) -> None:
         self._side = side
         self._layers = layers
 
@@ -251,7 +201,7 @@ def _output_of(net: Net, batch: Batch) -> ModelOutput:
     return ModelOutput(value=value, tensors=[(name, torch.from_numpy(array)) for name, array in value.items()])
 
 
-def compared_nets(reference: Side, quantized: Side) -> tuple[ComparedNet, ComparedNet]:
+def compared_nets(reference: CaffeModel, quantized: CaffeModel) -> tuple[ComparedNet, ComparedNet]:
     """Both nets, observed at the layers that are quantized in the second one.
 
     Raises:
@@ -271,8 +221,8 @@ def compared_nets(reference: Side, quantized: Side) -> tuple[ComparedNet, Compar
 
 
 def measure_nets(
-    reference: Side,
-    quantized: Side,
+    reference: CaffeModel,
+    quantized: CaffeModel,
     data: object,
     *,
     statistics: Mapping[str, InputStatistics] | None = None,
@@ -331,14 +281,12 @@ def compare(
         ModelError: They are not the same net, or the second one is not quantized.
         CalibrationError: There is no data.
     """
-    reference: Side
-    quantized: Side
     if isinstance(quantized_model, QuantizedModel):
-        prepared = quantized_model.prepared
-        if not isinstance(prepared, _CaffeResult):
+        fake_quant: Any = getattr(quantized_model.prepared, "caffe_model", None)
+        if fake_quant is None:
             raise ArgumentTypeError("quantized_model: expected what amct.caffe.quantize returned")
         reference = float_side(float_model, custom_proto)
-        quantized = prepared.caffe_model(quantized_model.qparams)
+        quantized = fake_quant(quantized_model.qparams)
     else:
         reference, quantized = both_sides(float_model, quantized_model, custom_proto)
     return list(measure_nets(reference, quantized, data, inputs=inputs).layers.values())

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from amct import log
-from amct.arguments import input_file
+from amct.arguments import input_files
 from amct.caffe.comparing import compared_nets, watched_layers
 from amct.caffe.engine.messages import located_in
 from amct.caffe.model import (
@@ -25,9 +25,10 @@ from amct.caffe.model import (
 from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.caffe.onnx.quant import export_net, qdq_observers
 from amct.caffe.prototxt import layer_infos
+from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.equalization import divide_channels, equalization_proposal, find_factors
-from amct.caffe.ptq.graph import QuantGraph, calibrated_layers, start_calibration
-from amct.caffe.ptq.save import CaffeFiles, SaveNotes, results_with
+from amct.caffe.ptq.graph import QuantGraph, caffe_record, calibrated_layers, start_calibration
+from amct.caffe.ptq.save import CaffeFiles, SaveNotes
 from amct.caffe.reporting import caffe_network, fused_notes, report_layers
 from amct.calibration import ALONE
 from amct.calibration.ranks import fingerprint
@@ -39,12 +40,9 @@ from amct.export.formats import ExportedModel
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.runtime import as_tensor
 from amct.export.request import ExportOptions, Placement, Target
-from amct.model import Skip
 from amct.pipeline import flow
 from amct.pipeline.door import Calibration, LayerFreedom, ModelOutput
 from amct.pipeline.weights import with_bits
-from amct.record import CaffeRecord
-from amct.record.conversion import caffe_layer_record
 from amct.search.choices import FLOAT, INT4, INT8, INT12, INT16, MINMAX8
 from amct.search.doctor import diagnose as find_causes
 from amct.search.request import SearchRequest
@@ -59,18 +57,19 @@ if TYPE_CHECKING:
     from amct.atomic import AnyPath
     from amct.caffe.engine.net import Net
     from amct.caffe.model import Batch
-    from amct.caffe.ptq.deploy import Results
     from amct.calibration import CalibrationResult, Ranks
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig
     from amct.export.check.losses import Reference
     from amct.export.request import SaveRequest
+    from amct.model import Skip
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import ComparedModel
     from amct.pipeline.flow import AnyResume, Passes
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.pipeline.weights import QuantizedWeights
+    from amct.record import CaffeRecord
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer
     from amct.report.network import Network
@@ -115,8 +114,7 @@ def quantize(  # noqa: PLR0913  most of them are optional
         FileError, ParseError, ModelError, ConfigError: A file cannot be read or is invalid.
         CalibrationError: There is too little data, or it cannot be used.
     """
-    input_file(model, "model")
-    input_file(weights, "weights")
+    input_files(model=model, weights=weights)
     with located_in(model):
         door = CaffeDoor(read_model(model, weights, custom_proto), equalize=equalize)
         return flow.quantize(door, calibration_data, config, inputs, resume)
@@ -156,8 +154,7 @@ def quantize_to(  # noqa: PLR0913  most of them are optional
         AmctError: The subclass tells whether files, config, data or goal are invalid.
     """
     request = SearchRequest.of(labelled, options, (FLOAT, INT8, MINMAX8, INT12, INT16, INT4))
-    input_file(model, "model")
-    input_file(weights, "weights")
+    input_files(model=model, weights=weights)
     with located_in(model):
         door = CaffeDoor(read_model(model, weights, custom_proto), equalize=equalize)
         base = flow.quantize(door, calibration_data, config, inputs, others=request.ranges)
@@ -228,8 +225,7 @@ class CaffePreparation:
     @property
     def skips(self) -> tuple[Skip, ...]:
         """Every layer that stays float and every layer that was not folded, with the reason."""
-        left = [Skip(name, reason) for name, reason in self.graph.not_quantized.items()]
-        return (*left, *self.graph.fusion.skipped)
+        return SaveNotes.of(self.graph).skipped
 
     def start_calibration(self, ranks: Ranks = ALONE) -> Calibration:
         """Start a calibration by the IFMR layers of a copy of the net."""
@@ -280,11 +276,11 @@ class CaffePreparation:
 
     def record_of(self, layers: Mapping[str, LayerQParams]) -> CaffeRecord:
         """The parameters as a record."""
-        return CaffeRecord({name: caffe_layer_record(name, qparams) for name, qparams in layers.items()})
+        return caffe_record(layers)
 
     def _finished(self, layers: Mapping[str, LayerQParams]) -> Results:
         if self._results is None or self._results.layers is not layers:
-            self._results = results_with(self.graph, layers)
+            self._results = Results(self.graph.model, self.graph.weights, layers)
         return self._results
 
     def caffe_model(self, layers: Mapping[str, LayerQParams], *, deploy: bool = False) -> CaffeModel:
@@ -363,9 +359,9 @@ class CaffePreparation:
         reference: Reference | None,
     ) -> CaffeFiles:
         """The model as files."""
-        notes = SaveNotes.of(self.graph)
+        results, notes = self._finished(layers), SaveNotes.of(self.graph)
         form = None if isinstance(self.onnx_form, ExportError) else self.onnx_form
-        files = CaffeFiles(request, self._finished(layers), notes, tensors=tensors, reference=reference, form=form)
+        files = CaffeFiles(request, results, notes, tensors=tensors, reference=reference, form=form)
         if not self.graph.equalized:
             files.propose = lambda compared: equalization_proposal(self.graph, compared)
         return files

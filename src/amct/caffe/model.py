@@ -16,13 +16,12 @@ import numpy as np
 import torch
 
 from amct.atomic import Snapshot
-from amct.caffe.engine.hdf5 import Hdf5File
 from amct.caffe.engine.layers.batch_norm import bn_blobs
 from amct.caffe.engine.messages import new_message, read_net_message
 from amct.caffe.engine.net import Net
 from amct.caffe.engine.upgrade import upgrade_net
-from amct.caffe.engine.weights import WEIGHTS_GROUP, check_has_weights, is_hdf5, read_file
-from amct.caffe.engine.wire import StoredBlob, blob_parts, layer_parts, read_blob, read_weights
+from amct.caffe.engine.weights import stored_layers
+from amct.caffe.engine.wire import StoredBlob, blob_parts, layer_parts, read_blob
 from amct.caffe.prototxt import TEST_PHASE, read_test_phase, remove_in_place, warn_of_shared_memory
 from amct.errors import ArgumentError, ModelError, ParseError
 from amct.model import Graph, Node
@@ -31,7 +30,6 @@ from amct.pipeline.batches import Batches, as_array
 from amct.schema import format_text
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
@@ -106,7 +104,8 @@ class CaffeModel:
                     "the input shape, and the kernels and strides of the layers before"
                 )
             for blob, tensor in zip(layer.blobs, stored, strict=True):
-                blob.set_tensor(tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor)
+                values = tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor
+                blob.set_tensor(values if layer.keeps_integers else values.float())
         return net
 
     def topology(self) -> Graph:
@@ -151,7 +150,7 @@ def read_training_model(model_file: AnyPath, weights_file: AnyPath, custom_proto
         check_is_float(net, str(model_file))
         return net
 
-    return _read(read_all_phases, model_file, weights_file, custom_proto)
+    return _float(_read(read_all_phases, model_file, weights_file, custom_proto), weights_file)
 
 
 def read_retrained_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None) -> CaffeModel:
@@ -159,14 +158,18 @@ def read_retrained_model(model_file: AnyPath, weights_file: AnyPath, custom_prot
 
     In-place layers are kept.
     """
-    return _with_own_weights(_read(read_test_net, model_file, weights_file, custom_proto), weights_file)
+    return _with_own_weights(_read(read_test_phase, model_file, weights_file, custom_proto), weights_file)
+
+
+def read_quantized_model(
+    model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | CustomSchema | None = None
+) -> CaffeModel:
+    """Read the fake-quant or deploy model that quantization wrote; its weights may be integers. Errors as above."""
+    return _read(read_test_phase, model_file, weights_file, custom_proto)
 
 
 def _read(
-    read: Callable[[AnyPath, AnyPath | None], ProtoMessage],
-    model_file: AnyPath,
-    weights_file: AnyPath,
-    custom_proto: AnyPath | None,
+    read: Callable[..., ProtoMessage], model_file: AnyPath, weights_file: AnyPath, custom_proto: object
 ) -> CaffeModel:
     """The net by one of the functions here and its weights, from one state of both files."""
     files = Snapshot(model_file, weights_file)
@@ -178,7 +181,7 @@ def _read(
 
 def _with_own_weights(model: CaffeModel, weights_file: AnyPath) -> CaffeModel:
     """The model with checked weights, each layer with its own: those that share may be quantized differently."""
-    for layer in model.net.layer:
+    for layer in _float(model, weights_file).net.layer:
         check_weights(layer, model.weights.get(layer.name, []), str(weights_file))
         for spec in layer.param:
             spec.ClearField("name")
@@ -186,24 +189,25 @@ def _with_own_weights(model: CaffeModel, weights_file: AnyPath) -> CaffeModel:
     return model
 
 
+def _float(model: CaffeModel, weights_file: AnyPath) -> CaffeModel:
+    """The model, whose weights are no integers."""
+    for name, blobs in model.weights.items():
+        for index, blob in enumerate(blobs):
+            if not blob.is_floating_point():
+                kind = str(blob.dtype).removeprefix("torch.")
+                raise ModelError(
+                    f'{weights_file}: blob {index} of layer "{name}" holds {kind} integers: this model is quantized '
+                    "already; give the original float model"
+                )
+    return model
+
+
 def read_net(model_file: AnyPath, custom_proto: AnyPath | None = None) -> ProtoMessage:
     """Read the TEST-phase layers in the current format, none of them in place; errors as ``read_model``."""
-    net = read_test_net(model_file, custom_proto)
+    net = read_test_phase(model_file, custom_proto)
     check_is_float(net, str(model_file))
     warn_of_shared_memory(net)
     return remove_in_place(net)
-
-
-def read_test_net(model_file: AnyPath, custom_proto: AnyPath | CustomSchema | None = None) -> ProtoMessage:
-    """Read the TEST-phase layers, in the current format, of a float or quantized model; errors as ``read_model``."""
-    net = read_test_phase(model_file, custom_proto)
-    net.ClearField("state")
-    for layer in net.layer:
-        layer.ClearField("include")
-        layer.ClearField("exclude")
-    if not net.layer:
-        raise ModelError(f"{model_file}: the net has no layer in the TEST phase")
-    return net
 
 
 def check_is_float(net: ProtoMessage, source: str) -> None:
@@ -224,57 +228,35 @@ def check_is_float(net: ProtoMessage, source: str) -> None:
 
 
 def _stored_weights(net: ProtoMessage, path: AnyPath) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    layers = {layer.name: layer for layer in net.layer}
     for layer in net.layer:
         if layer.blobs:  # weights in the prototxt itself; the caffemodel's weights replace them
             contents = [read_blob(blob.SerializeToString(), "prototxt") for blob in layer.blobs]
             layer.ClearField("blobs")
             yield layer.name, [_tensor(blob, layer, index, "prototxt") for index, blob in enumerate(contents)]
-    if is_hdf5(path):
-        stored = list(_read_hdf5(net, path))
-    else:
-        stored = [(layer.name, layer.blobs) for layer in read_weights(read_file(path), str(path))]
-    for name, blobs in stored:
-        if name in layers and blobs:
-            yield name, [_tensor(blob, layers[name], index, str(path)) for index, blob in enumerate(blobs)]
-
-
-def _read_hdf5(net: ProtoMessage, path: AnyPath) -> Iterator[tuple[str, list[StoredBlob]]]:
+    stored = {name: blobs for name, blobs in stored_layers(path, [layer.name for layer in net.layer]) if blobs}
     owners: dict[str, tuple[str, int]] = {}
-    with Hdf5File(path) as file:
-        check_has_weights(file, path)
-        for layer in net.layer:
-            blobs = []
-            for index in range(max(len(file.names(WEIGHTS_GROUP, layer.name)), len(layer.param))):
-                shared = layer.param[index].name if index < len(layer.param) else ""
-                place = owners.setdefault(shared, (layer.name, index)) if shared else (layer.name, index)
-                values = file.array(WEIGHTS_GROUP, place[0], str(place[1]))
-                if values is None:
-                    break
-                blobs.append(StoredBlob(values.shape, values.reshape(-1)))
-            yield layer.name, blobs
+    for layer in net.layer:
+        blobs = stored.get(layer.name, {})
+        for index, spec in enumerate(layer.param):
+            owner, place = owners.setdefault(spec.name, (layer.name, index)) if spec.name else (layer.name, index)
+            if place in stored.get(owner, {}):
+                blobs.setdefault(index, stored[owner][place])
+        if blobs:
+            yield layer.name, [_tensor(blobs[index], layer, index, str(path)) for index in sorted(blobs)]
 
 
 def _tensor(blob: StoredBlob, layer: ProtoMessage, index: int, source: str) -> torch.Tensor:
-    if np.issubdtype(blob.values.dtype, np.integer):
-        raise ModelError(
-            f'{source}: blob {index} of layer "{layer.name}" holds {blob.values.dtype} integers: this model is '
-            "quantized already; give the original float model"
-        )
     shape = blob.shape if blob.shape or blob.values.size == 1 else (blob.values.size,)
     if math.prod(shape) != blob.values.size:  # exact, whatever the file says
         raise ParseError(
             f'{source}: layer "{layer.name}", blob {index}: shape {shape} but {blob.values.size} values stored'
         )
-    values = torch.from_numpy(np.array(blob.values, np.float32))
+    is_integer = np.issubdtype(blob.values.dtype, np.integer)
+    values = torch.from_numpy(np.array(blob.values, None if is_integer else np.float32))
     keeps_axes = index == 0 and layer.type in ("Convolution", "DepthwiseConv", "Deconvolution")
-    return values.reshape(_without_leading_ones(shape) if blob.is_legacy and not keeps_axes else shape)
-
-
-def _without_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A legacy shape of four axes without the leading axes of length 1."""
-    lead = next((axis for axis, size in enumerate(shape) if size != 1), len(shape) - 1)
-    return shape[lead:]
+    if blob.is_legacy and not keeps_axes:  # four axes, of which the leading ones of length 1 are not meant
+        shape = shape[next((axis for axis, size in enumerate(shape) if size != 1), len(shape) - 1) :]
+    return values.reshape(shape)
 
 
 def check_weights(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) -> None:
@@ -346,8 +328,6 @@ def _check_outputs(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) 
 
 def blob_shapes(net: ProtoMessage) -> dict[str, tuple[int, ...]]:
     """The shapes of all blobs; raises the errors of building the net (such as a layer that the engine cannot run)."""
-    from amct.caffe.engine.net import Net
-
     built = Net(net, phase=TEST_PHASE, with_gradients=False)
     return {name: blob.shape for name, blob in built.named_blobs().items()}
 
@@ -355,29 +335,21 @@ def blob_shapes(net: ProtoMessage) -> dict[str, tuple[int, ...]]:
 # ------------------------------------------------------------------ writing
 
 
-def write_model(
-    group: FileGroup, model: CaffeModel, model_file: str | os.PathLike[str], weights_file: str | os.PathLike[str]
-) -> None:
+def write_model(group: FileGroup, model: CaffeModel, model_file: AnyPath, weights_file: AnyPath) -> None:
     """Write the prototxt and caffemodel of a model as part of a file group."""
     group.write_text(model_file, format_text(model.net))
     with group.open(weights_file) as file:
-        for part in caffemodel_parts(model):
-            file.write(part)
+        file.writelines(caffemodel_parts(model))
 
 
 def caffemodel_parts(model: CaffeModel) -> list[bytes | memoryview]:
     """The net with its weights as a serialized NetParameter, in pieces."""
     parts: list[bytes | memoryview] = [new_message("NetParameter", name=model.net.name).SerializeToString()]
     for layer in model.net.layer:
-        blobs = [_blob(tensor) for tensor in model.weights.get(layer.name, [])]
-        parts += layer_parts(_head(layer), blobs)
+        # Layer options are only in the prototxt.
+        head = new_message("LayerParameter", name=layer.name, type=layer.type, bottom=layer.bottom, top=layer.top)
+        parts += layer_parts(head.SerializeToString(), [_blob(tensor) for tensor in model.weights.get(layer.name, [])])
     return parts
-
-
-def _head(layer: ProtoMessage) -> bytes:
-    """The names of a layer and its blobs, serialized; layer options are only in the prototxt."""
-    head = new_message("LayerParameter", name=layer.name, type=layer.type, bottom=layer.bottom, top=layer.top)
-    return bytes(head.SerializeToString())
 
 
 def _blob(tensor: torch.Tensor) -> list[bytes | memoryview]:
@@ -443,8 +415,8 @@ def run_net(net: Net, batch: Batch) -> dict[str, npt.NDArray[np.float32]]:
     feed(net, batch)
     with equal_draws():
         net.forward()
-    graph = net.graph
-    return {graph.blob_names[index]: _copy_of(graph.blobs[index].tensor) for index in graph.outputs}
+    results = {name: net.blob(name).tensor.detach().cpu().numpy() for name in net.outputs}
+    return {name: np.array(values, np.float32, order="C") for name, values in results.items()}
 
 
 def feed(net: Net, batch: Batch) -> None:
@@ -453,8 +425,7 @@ def feed(net: Net, batch: Batch) -> None:
     Raises:
         ArgumentError: the batch does not have the net's inputs.
     """
-    names = [net.graph.blob_names[index] for index in net.graph.inputs]
-    for name, value in _by_name(names, batch).items():
+    for name, value in _by_name(net.inputs, batch).items():
         array = as_array(name, value) if isinstance(value, torch.Tensor) else value
         blob = net.blob(name)
         try:
@@ -492,7 +463,3 @@ def _by_name(names: list[str], batch: Batch) -> Mapping[str, Any]:
         got = sorted(given) if given is not None else "one array"
         raise ArgumentError(f"a batch must be a dict with the arrays of the net's inputs {names}, got {got}")
     return given
-
-
-def _copy_of(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
-    return np.array(tensor.detach().cpu().numpy(), np.float32, order="C")

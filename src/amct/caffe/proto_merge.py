@@ -26,7 +26,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from amct.atomic import FileGroup, is_file, read_bytes
+from amct.atomic import AnyPath, FileGroup, is_file, read_bytes
 from amct.caffe.engine.messages import layer_extensions
 from amct.errors import ConfigError, FileError, ParseError, Position, Problem, did_you_mean
 from amct.schema.extension import with_extra_fields
@@ -44,7 +44,6 @@ from caffe_patch.merge_proto.merge import (
 )
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable
 
     from google.protobuf.descriptor import Descriptor
@@ -57,30 +56,23 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class MergeResult:
-    """The merged file, and notes for the user."""
+class CustomSchema:
+    """The merged messages, ready to read prototxt files, and notes for the user."""
 
     file: FileDescriptorProto
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class CustomSchema:
-    """The merged messages, ready to read prototxt files."""
-
-    result: MergeResult
 
     @classmethod
     def of(cls, message: ProtoMessage) -> CustomSchema:
         """The schema of a message that was read with a custom.proto."""
         file = FileDescriptorProto()
         message.DESCRIPTOR.file.CopyToProto(file)
-        return cls(MergeResult(file))
+        return cls(file)
 
     @cached_property
     def _pool(self) -> DescriptorPool:
         pool = DescriptorPool()
-        pool.AddSerializedFile(self.result.file.SerializeToString())
+        pool.AddSerializedFile(self.file.SerializeToString())
         return pool
 
     def descriptor(self, name: str) -> Descriptor:
@@ -92,13 +84,13 @@ class CustomSchema:
         return GetMessageClass(self.descriptor(message))(**fields)
 
 
-def load_custom_schema(custom: str | os.PathLike[str]) -> CustomSchema:
+def load_custom_schema(custom: AnyPath) -> CustomSchema:
     """Merge a custom.proto with this package's caffe.proto, to run nets that use its messages.
 
     Raises:
         FileError, ParseError, ConfigError: It cannot be read, is not a .proto file, or conflicts.
     """
-    return CustomSchema(_merged(_ours(), custom)[1])
+    return _merged(_ours(), custom)
 
 
 _COMPILED = ("caffe_pb2.py", "caffe/proto/caffe_pb2.py")
@@ -115,10 +107,9 @@ def compiled_schema() -> CustomSchema | None:
         found = _description(path)
         if found is None:
             continue
-        joined = _merged(_ours(), None)[1].file
-        _extend(joined, found)
+        schema = _merged(_ours(), None)
+        _extend(schema.file, found)
         try:
-            schema = CustomSchema(MergeResult(joined))
             schema.descriptor("NetParameter")
         except (TypeError, KeyError) as error:
             logger.warning("%s: its messages cannot be used: %s", path, error)
@@ -192,10 +183,10 @@ def _extend_enum(ours: EnumDescriptorProto, theirs: EnumDescriptorProto) -> None
 
 
 def merge_files(
-    custom: str | os.PathLike[str] | None,
-    output: str | os.PathLike[str],
-    caffe: str | os.PathLike[str] | None = None,
-) -> MergeResult:
+    custom: AnyPath | None,
+    output: AnyPath,
+    caffe: AnyPath | None = None,
+) -> CustomSchema:
     """Merge a caffe.proto (by default this package's) with AMCT's layers and a custom.proto, and write the result.
 
     A file that is there already is kept with ``.bak`` behind its name.
@@ -205,15 +196,16 @@ def merge_files(
     """
     base = _ours() if caffe is None else _read(caffe)
     base.package = base.package or "caffe"
-    file, result = _merged(base, custom)
+    result = _merged(base, custom)
     with FileGroup() as group:
         if is_file(output):
             group.write_bytes(f"{output}.bak", read_bytes(output))
-        group.write_text(output, to_text(file))
+        group.write_text(output, to_text(base))
     return result
 
 
-def _merged(base: ProtoFile, custom: str | os.PathLike[str] | None) -> tuple[ProtoFile, MergeResult]:
+def _merged(base: ProtoFile, custom: AnyPath | None) -> CustomSchema:
+    """Merge AMCT's layers and a custom.proto into a file."""
     own = parse((resources.files("caffe_patch.merge_proto") / "amct_custom.proto").read_text("utf-8"), "AMCT's layers")
     try:
         notes = merge(base, own, None if custom is None else _read(custom))
@@ -222,14 +214,14 @@ def _merged(base: ProtoFile, custom: str | os.PathLike[str] | None) -> tuple[Pro
     for note in notes:
         logger.info("%s", note)
     file = with_extra_fields(descriptor_of(base, str(custom or base.source)), layer_extensions())
-    return base, MergeResult(file, notes)
+    return CustomSchema(file, notes)
 
 
 def _ours() -> ProtoFile:
     return parse((resources.files("amct.schema") / "caffe.proto").read_text("utf-8"), "caffe.proto")
 
 
-def _read(path: str | os.PathLike[str]) -> ProtoFile:
+def _read(path: AnyPath) -> ProtoFile:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -17,11 +17,10 @@ from amct.caffe.engine.graph import filter_net
 from amct.caffe.engine.messages import read_net_message
 from amct.caffe.engine.upgrade import upgrade_net
 from amct.config.layers import CAFFE_TYPES, LayerInfo, LayerList
-from amct.errors import AmctError
+from amct.errors import AmctError, ModelError
 from amct.schema import format_text
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection
 
     from amct.atomic import AnyPath
@@ -54,9 +53,9 @@ caffe_function = amct_function(
 
 @caffe_function
 def uninplace_model(
-    model_file: str | os.PathLike[str],
-    uninplaced_model_file: str | os.PathLike[str],
-    custom_proto: str | os.PathLike[str] | None = None,
+    model_file: AnyPath,
+    uninplaced_model_file: AnyPath,
+    custom_proto: AnyPath | None = None,
 ) -> None:
     """Write a prototxt without in-place layers; layers of other phases than TEST are removed.
 
@@ -199,12 +198,18 @@ def layer_list(prototxt: AnyPath, custom_proto: AnyPath | None = None) -> LayerL
 
 
 def read_test_phase(prototxt: AnyPath, custom_proto: AnyPath | CustomSchema | None = None) -> ProtoMessage:
-    """The net in the current format, with the layers of the TEST phase; errors as ``layer_list``."""
+    """The TEST-phase layers, in the current format, of a float or quantized model; errors as ``layer_list``."""
     net = upgrade_net(read_net_message(prototxt, custom_proto), str(prototxt))
     net.state.phase = TEST_PHASE
+    net = filter_net(net)
+    net.ClearField("state")
     for layer in net.layer:
         layer.type = SAME_TYPE.get(layer.type, layer.type)
-    return with_unique_names(filter_net(net))
+        layer.ClearField("include")
+        layer.ClearField("exclude")
+    if not net.layer:
+        raise ModelError(f"{prototxt}: the net has no layer in the TEST phase")
+    return with_unique_names(net)
 
 
 def input_shapes(prototxt: AnyPath) -> dict[str, tuple[int, ...]]:
@@ -239,17 +244,17 @@ def with_unique_names(net: ProtoMessage) -> ProtoMessage:
 def layer_infos(net: ProtoMessage) -> LayerList:
     """Every layer of a net whose layers are those of the TEST phase."""
     positions = _blobs_of_positions(net)
-    return LayerList(_layer_info(layer, positions) for layer in net.layer)
-
-
-def _layer_info(layer: ProtoMessage, positions: Collection[str]) -> LayerInfo:
-    return LayerInfo(
-        name=layer.name,
-        type=layer.type,
-        inputs=max(1, len(layer.bottom)),
-        has_bias=_has_bias(layer),
-        refusal=_refusal(layer, positions),
-        average_pooling=layer.type == "Pooling" and _is_local_average(layer.pooling_param),
+    return LayerList(
+        LayerInfo(
+            name=layer.name,
+            type=layer.type,
+            inputs=max(1, len(layer.bottom)),
+            # of the options of its own type; both are true by default
+            has_bias=bool(layer.inner_product_param.bias_term and layer.convolution_param.bias_term),
+            refusal=_refusal(layer, positions),
+            average_pooling=layer.type == "Pooling" and _is_local_average(layer.pooling_param),
+        )
+        for layer in net.layer
     )
 
 
@@ -285,15 +290,8 @@ def _refusal(layer: ProtoMessage, positions: Collection[str]) -> str | None:
     return None
 
 
-def _has_bias(layer: ProtoMessage) -> bool:
-    if layer.type == "InnerProduct":
-        return bool(layer.inner_product_param.bias_term)
-    return bool(layer.convolution_param.bias_term)
-
-
 def _is_local_average(pooling: ProtoMessage) -> bool:
-    average = pooling.DESCRIPTOR.enum_types_by_name["PoolMethod"].values_by_name["AVE"].number
-    return bool(pooling.pool == average and not pooling.global_pooling)
+    return bool(pooling.pool == pooling.AVE and not pooling.global_pooling)
 
 
 def unbuildable_layer(prototxt: AnyPath, custom_proto: AnyPath | None = None) -> tuple[str, str] | None:

@@ -47,7 +47,7 @@ def report_layers(
         ReportLayer(
             name=layer.name,
             type=layer.type,
-            inputs=tuple(each.grid() for each in layer.inputs),
+            inputs=tuple(each.grid for each in layer.inputs),
             weight_bits=weight_bits.get(layer.name),
             weight_rows=tuple(_weight_rows(layer.type, messages[layer.name], weights.get(layer.name, ()))),
             weight_bytes=_weight_bytes(weights.get(layer.name, ()), weight_bits.get(layer.name)),
@@ -143,11 +143,12 @@ def files_report(
     """
     reference, quantized = both_sides(float_model, quantized_model, custom_proto)
     shown = (*float_model, *quantized_model, *files)  # type: ignore[misc]  # both were checked to be pairs
-    notes = notes_beside(quantized.model_file)
+    notes = notes_beside(Path(shown[2]))
+    weights = {name: blobs for name, blobs in quantized.weights.items() if blobs[0].is_floating_point()}
     bits = {name: entry.weight_bits for name, entry in notes.layers.items() if entry.weight_bits}
     subject = ReportSubject(
         model=reference.net.name or Path(shown[0]).stem,
-        layers=tuple(report_layers(quantized.net, quantized.real_weights(), bits)),
+        layers=tuple(report_layers(quantized.net, weights, bits)),
         fused=tuple(fused_notes(notes.folded, notes.accelerated)),
         skipped=notes.skipped,
         config=notes.config,

@@ -8,7 +8,7 @@ From file to running net::
     graph.py            include and exclude rules, Split layers, then layers (layer.py), shapes, gradient flags
       ▼
     net.py              Net: forward and backward over a range of layers; plan.py decides fusing and freeing;
-                        backward.py keeps one autograd graph per layer; weights.py reads and writes caffemodels
+                        weights.py reads and writes caffemodels
 
 A new layer type is one class in ``layers/`` (see ``layer.py``).
 """

@@ -216,16 +216,11 @@ class Buffer:
         else:
             self._tensor = None
 
-    def release(self) -> None:
-        """Free the memory; reading is an error until the next write."""
+    def release(self, *, readable: bool = False) -> None:
+        """Free the memory; until the next write reading is an error, or with ``readable`` gives zeros."""
         if not (self._views and self.is_exposed):
             self._tensor = None
-            self._released = True
-
-    def forget(self) -> None:
-        """Free the memory before a write; without a write, zeros are read."""
-        if not (self._views and self.is_exposed):
-            self._tensor = None
+            self._released = not readable
 
 
 def _capacity(tensor: torch.Tensor) -> int:
@@ -365,10 +360,6 @@ class Blob:
     def share_gradients(self, owner: Blob) -> None:
         """Share the gradients of ``owner``."""
         self._diff = owner.gradients
-
-    def touch(self) -> None:
-        """Invalidate values cached from the content."""
-        self._values.epoch += 1
 
     def legacy_shape(self) -> Shape:
         """The shape as four axes, padded with ones in front: num, channels, height, width of old files."""

@@ -18,6 +18,8 @@ from amct.caffe.engine.weights import copy_messages, shape_text
 from amct.errors import ModelError, did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from amct.caffe.engine.messages import ProtoMessage
 
     Top = tuple[int, int]  # layer index, top index
@@ -138,7 +140,10 @@ class GraphBuilder:
             self._add_top(node, position, name)
         takes = f"{layer.type} Layer takes %s bottom blob(s) as input"
         _check_count(layer, len(node.bottoms), layer.bottom_count, takes)
-        self._add_automatic_tops(node)
+        if layer.makes_missing_tops:
+            missing = layer.top_count[0] - len(node.tops)
+            node.tops += [self._new_blob(AUTOMATIC_TOP) for _ in range(missing)]
+        _check_top_count(node)
         self._set_up(node)
         if stored:
             copy_messages(layer, stored, f'the net "{self.graph.name}"')
@@ -189,12 +194,6 @@ class GraphBuilder:
         graph.loss_weights.append(0.0)
         self.blob_needs_gradient.append(False)
         return len(graph.blobs) - 1
-
-    def _add_automatic_tops(self, node: LayerNode) -> None:
-        if node.layer.makes_missing_tops:
-            while len(node.tops) < node.layer.top_count[0]:
-                node.tops.append(self._new_blob(AUTOMATIC_TOP))
-        _check_top_count(node)
 
     def _set_up(self, node: LayerNode) -> None:
         shapes = [self.graph.blobs[index].shape for index in node.bottoms]
@@ -378,16 +377,6 @@ def filter_net(net: ProtoMessage) -> ProtoMessage:
     return net
 
 
-def split_layer_name(layer: str, blob: str, top: int) -> str:
-    """The name of the Split layer for top number ``top`` of a layer."""
-    return f"{blob}_{layer}_{top}_split"
-
-
-def split_blob_name(layer: str, blob: str, top: int, reader: int) -> str:
-    """The name of the copy for reader number ``reader``."""
-    return f"{split_layer_name(layer, blob, top)}_{reader}"
-
-
 class _Readers:
     """The readers of each top. A top is one version of a blob: an in-place layer writes a new version."""
 
@@ -423,41 +412,33 @@ def insert_splits(net: ProtoMessage) -> ProtoMessage:
     readers = _Readers(layers)
     if max(readers.count.values(), default=0) <= 1:
         return net
-    used: Counter[Top] = Counter()
+    copies: dict[Top, Iterator[str]] = {}
     result = []
     for index, layer in enumerate(layers):
+        for position in range(len(layer.bottom)):
+            names = copies.get(readers.source[index, position])
+            if names is not None:
+                layer.bottom[position] = next(names)
         result.append(layer)
-        for position, blob in enumerate(list(layer.bottom)):
-            top = readers.source[index, position]
-            if readers.count[top] > 1:
-                layer.bottom[position] = split_blob_name(layers[top[0]].name, blob, top[1], used[top])
-                used[top] += 1
         for position, blob in enumerate(layer.top):
             top = (index, position)
-            if readers.count[top] <= 1:
+            count = readers.count[top]
+            if count <= 1:
                 continue
+            name = f"{blob}_{layer.name}_{position}_split"
+            tops = [f"{name}_{reader}" for reader in range(count)]
+            split = type(layer)(name=name, type="Split", bottom=[blob], top=tops)
+            copies[top] = iter(tops)
             weight = readers.loss_weight.get(top, 0.0)
-            split = type(layer)(**_split_fields(layer.name, blob, position, readers.count[top], weight))
-            result.append(split)
             if weight:
                 layer.ClearField("loss_weight")
-                used[top] += 1
+                split.loss_weight.extend([weight] + [0.0] * (count - 1))
+                next(copies[top])
+            result.append(split)
     whole = type(net)(layer=result)
     del net.layer[:]
     net.MergeFrom(whole)
     return net
-
-
-def _split_fields(layer: str, blob: str, top: int, count: int, loss_weight: float) -> dict[str, object]:
-    fields: dict[str, object] = {
-        "name": split_layer_name(layer, blob, top),
-        "type": "Split",
-        "bottom": [blob],
-        "top": [split_blob_name(layer, blob, top, reader) for reader in range(count)],
-    }
-    if loss_weight:
-        fields["loss_weight"] = [loss_weight] + [0.0] * (count - 1)
-    return fields
 
 
 def decide_backward(graph: NetGraph) -> None:

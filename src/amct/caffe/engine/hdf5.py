@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from amct.atomic import AnyPath
+
 
 def hdf5_library() -> ModuleType:
     """The h5py package.
@@ -44,7 +46,7 @@ class Hdf5File:
         FileError: It cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self._library = hdf5_library()
         self._path = os.fspath(path)
         try:

@@ -13,9 +13,10 @@
         def reshape(self, bottoms: list[Shape]) -> list[Shape]:  # when a bottom changes shape: the tops' shapes; this
             return [bottoms[0]]                                  # is the default
 
-        def forward(self, bottoms: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+        def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
             return [(self.options.shift + self.options.scale * bottoms[0]) ** self.options.power]
 
+* All these names, and ``Place`` and ``ProtoMessage``, are imported from this module.
 * ``bottom_count`` / ``top_count`` are the allowed numbers of blobs, ``(1, 1)`` by default; ``(2, None)`` means two or
   more. ``same_count`` requires as many tops as bottoms.
 * ``self.top_blobs`` and ``self.bottom_blobs`` are set before ``setup``.
@@ -49,7 +50,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
-from amct.caffe.engine.blob import Blob, Shape, current_device
+from amct.caffe.engine.blob import Blob, current_device
+from amct.caffe.engine.blob import Shape as Shape
+from amct.caffe.engine.messages import ProtoMessage as ProtoMessage  # noqa: TC001  modules of layers import it here
+from amct.caffe.engine.onnx_place import Place as Place
 from amct.caffe.engine.weights import lazy_fill
 from amct.errors import AmctError, ModelError, UnsupportedLayerError, did_you_mean
 
@@ -59,14 +63,16 @@ if TYPE_CHECKING:
     import torch
 
     from amct.caffe.engine.layers.quantization import InputFactors
-    from amct.caffe.engine.messages import ProtoMessage
     from amct.numerics.fold import ChannelAffine
     from amct.numerics.settings import WeightKind
 
-    #: Computes the tops from the bottoms.
-    Call: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-
+#: The values of several blobs.
+Tensors: TypeAlias = "list[torch.Tensor]"
+#: Computes the tops from the bottoms.
+Call: TypeAlias = "Callable[[Tensors], Sequence[torch.Tensor]]"
 TRAIN, TEST = 0, 1
+IMAGE_BLOB_AXES = 4
+"""Images, channels, rows, columns."""
 #: The context that torch passes to ``forward`` and ``backward`` of an autograd Function.
 AutogradContext: TypeAlias = Any
 Made = TypeVar("Made")
@@ -96,11 +102,11 @@ class FoldedParameters:
     """Parameters with the following layers folded in: how to compute them, and the blobs they come from."""
 
     owner: Layer
-    compute: Callable[[], list[torch.Tensor]]
+    compute: Callable[[], Tensors]
     sources: list[Blob]
 
     @property
-    def parameters(self) -> list[torch.Tensor]:
+    def parameters(self) -> Tensors:
         """The folded parameters, cached until a source changes."""
         return self.owner.derived("folded", self.sources, self.compute)
 
@@ -154,15 +160,15 @@ class Layer:
         """The shapes of the tops, by default that of the first bottom; raise ``self.error`` when bottoms do not fit."""
         return [bottoms[0]]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Sequence[torch.Tensor]:
         """Compute the tops."""
         raise NotImplementedError
 
-    def operations(self, bottoms: Sequence[Shape], tops: Sequence[Shape]) -> int:
+    def operations(self, bottoms: list[Shape], tops: list[Shape]) -> int:
         """About how many multiplications, or steps that take as long as one, a forward takes."""
         return sum(count(shape) for shape in (*bottoms, *tops))
 
-    def forward_on_integers(self, bottoms: list[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+    def forward_on_integers(self, bottoms: Tensors) -> Sequence[torch.Tensor] | None:
         """The tops computed from the integers of fake-quantized bottoms and weights; None to use ``forward``."""
         del bottoms
         return None
@@ -187,7 +193,7 @@ class Layer:
         """The element-wise function of the layer, as a kernel can apply it, else None."""
         return None
 
-    def bind(self, bottoms: list[torch.Tensor]) -> Call:
+    def bind(self, bottoms: Tensors) -> Call:
         """Forward without gradients as a call for bottoms like these, with the parameters as they are now.
 
         The engine keeps the call until a bottom's shape, a parameter or the device changes. A layer overrides this to
@@ -280,6 +286,35 @@ class Layer:
         except (ValueError, IndexError, ArithmeticError, RuntimeError, MemoryError) as error:
             raise self.error(f"does not fit its bottoms {bottoms}: {error}") from error
 
+    def canonical_axis(self, axis: int, axes: int) -> int:
+        """Convert an axis that may count from the end to one that counts from the start.
+
+        Raises:
+            ModelError: There is no such axis.
+        """
+        if not -axes <= axis < axes:
+            raise self.error(f"axis {axis} is out of range for a blob of {axes} axes")
+        return axis % axes if axes else 0
+
+    def require_image(self, shape: Shape) -> None:
+        """Require the four axes of images.
+
+        Raises:
+            ModelError: The number of axes is different.
+        """
+        if len(shape) != IMAGE_BLOB_AXES:
+            raise self.error(f"expected a blob of {IMAGE_BLOB_AXES} axes, got shape {shape}")
+
+    def require_same_shapes(self, bottoms: Sequence[Shape]) -> None:
+        """Require equal shapes.
+
+        Raises:
+            ModelError: They differ.
+        """
+        for index, shape in enumerate(bottoms):
+            if shape != bottoms[0]:
+                raise self.error(f"bottom {index} has shape {shape}, bottom 0 has {bottoms[0]}: they must be equal")
+
     def error(self, message: str) -> ModelError:
         """An error that names this layer."""
         return ModelError(f'layer "{self.name}" ({self.type}): {message}')
@@ -288,22 +323,7 @@ class Layer:
         return f"{self.type}({self.name!r})"
 
 
-# ------------------------------------------------------------------ checks of shapes
-
-IMAGE_BLOB_AXES = 4
-"""Images, channels, rows, columns."""
-
-
-def canonical_axis(axis: int, axes: int, layer: str) -> int:
-    """Convert an axis that may count from the end to one that counts from the start.
-
-    Raises:
-        ModelError: There is no such axis.
-    """
-    if not -axes <= axis < axes:
-        raise ModelError(f'layer "{layer}": axis {axis} is out of range for a blob of {axes} axes')
-    return axis % axes if axes else 0
-
+# ------------------------------------------------------------------ shapes
 
 WINDOW_COST = 16
 """The multiplications in whose time a window that does not multiply sees one more value."""
@@ -312,26 +332,6 @@ WINDOW_COST = 16
 def count(shape: Sequence[int], start: int = 0, end: int | None = None) -> int:
     """The number of values in the axes from ``start`` up to (not including) ``end``."""
     return math.prod(shape[start:end])
-
-
-def require_image(shape: Shape, layer: str) -> None:
-    """Require the four axes of images.
-
-    Raises:
-        ModelError: The number of axes is different.
-    """
-    if len(shape) != IMAGE_BLOB_AXES:
-        raise ModelError(f'layer "{layer}": expected a blob of {IMAGE_BLOB_AXES} axes, got shape {shape}')
-
-
-def require_same_shape(first: Shape, other: Shape, layer: str, index: int) -> None:
-    """Require equal shapes.
-
-    Raises:
-        ModelError: ``other`` (bottom ``index``) differs from bottom 0.
-    """
-    if first != other:
-        raise ModelError(f'layer "{layer}": bottom {index} has shape {other}, bottom 0 has {first}: they must be equal')
 
 
 # ------------------------------------------------------------------ layer types by name
@@ -422,6 +422,18 @@ def integer_inputs(layers: Iterable[ProtoMessage]) -> dict[str, list[ProtoMessag
         if quant.object_layer in found:
             found[quant.object_layer].append(quant)
     return found
+
+
+def moves_values(parameter: ProtoMessage) -> bool:
+    """Whether a layer only moves or selects values; a layer of an unknown type does not."""
+    kind = find_layer_class(parameter.type)
+    return kind is not None and kind.only_moves_values(parameter)
+
+
+def stays_integer(parameter: ProtoMessage, inputs: Iterable[ProtoMessage]) -> bool:
+    """Whether a layer only moves or selects values, and the ``quant_param`` of all its inputs have the same factors."""
+    factors = {(each.scale, each.offset, each.num_bits_d) for each in inputs}
+    return len(factors) == 1 and moves_values(parameter)
 
 
 def implementation_of(parameter: ProtoMessage, context: LayerContext) -> str:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from amct.atomic import check_whole
+from amct.atomic import AnyPath, check_whole
 from amct.errors import FileError, ModelError, ParseError, Position
 from amct.schema import ExtraField, descriptor, message_class, parse_text
 
@@ -88,7 +88,7 @@ def parse_message(text: str, name: str, source: str = "prototxt", schema: Custom
         raise with_layers_named(error, text) from None
 
 
-def read_text_file(path: str | os.PathLike[str]) -> str:
+def read_text_file(path: AnyPath) -> str:
     """Read a text file as UTF-8; invalid bytes (in comments) are replaced.
 
     Raises:
@@ -106,7 +106,7 @@ _custom_messages: ContextVar[CustomSchema | None] = ContextVar("amct_custom_mess
 
 
 @contextmanager
-def custom_messages(custom_proto: str | os.PathLike[str]) -> Iterator[None]:
+def custom_messages(custom_proto: AnyPath) -> Iterator[None]:
     """Read all files inside the ``with`` block with a user's custom.proto, unless they are given another one.
 
     Raises:
@@ -121,9 +121,7 @@ def custom_messages(custom_proto: str | os.PathLike[str]) -> Iterator[None]:
         _custom_messages.reset(token)
 
 
-def read_net_message(
-    path: str | os.PathLike[str], custom_proto: str | os.PathLike[str] | CustomSchema | None = None
-) -> ProtoMessage:
+def read_net_message(path: AnyPath, custom_proto: AnyPath | CustomSchema | None = None) -> ProtoMessage:
     """Read the prototxt of a net.
 
     Fields that are unknown here are looked up in a ``caffe_pb2.py`` of the Python path.
@@ -180,7 +178,7 @@ def with_layers_named(error: ParseError, text: str) -> ParseError:
 
 
 @contextmanager
-def located_in(prototxt: str | os.PathLike[str]) -> Iterator[None]:
+def located_in(prototxt: AnyPath) -> Iterator[None]:
     """Errors that name a layer of this prototxt also say in which line it is.
 
     A message that names a file already is left as it is: it is about that file.
@@ -198,7 +196,7 @@ def located_in(prototxt: str | os.PathLike[str]) -> Iterator[None]:
         raise type(error)(message, position=position) from error
 
 
-def _position_of(name: str, prototxt: str | os.PathLike[str]) -> Position | None:
+def _position_of(name: str, prototxt: AnyPath) -> Position | None:
     try:
         text = Path(prototxt).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,15 +1,22 @@
-"""A runnable Caffe net: forward and backward over ranges of layers, loading and saving of weights."""
+"""A runnable Caffe net: forward and backward over ranges of layers, loading and saving of weights.
+
+For gradients there is one autograd graph per layer: a layer that needs them (Caffe's rule, ``decide_backward`` in
+``graph.py``) runs its forward on leaf tensors and keeps the graph. Backward goes from the last layer to the first: it
+reads the tops' ``diff``, asks the layer's graph for gradients and writes the bottoms' ``diff``. As in Caffe this allows
+ranges of layers, diffs edited in between, gradients of single blobs and repeated backwards (parameter gradients
+accumulate).
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from amct.caffe.engine import weights
-from amct.caffe.engine.backward import record_forward, run_backward
 from amct.caffe.engine.blob import current_device, size_check
 from amct.caffe.engine.graph import GraphBuilder, filter_net, insert_splits
 from amct.caffe.engine.layer import TEST
@@ -19,10 +26,9 @@ from amct.caffe.engine.upgrade import upgrade_net
 from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Sequence
 
-    from amct.caffe.engine.backward import RecordedForward
+    from amct.atomic import AnyPath
     from amct.caffe.engine.blob import Blob
     from amct.caffe.engine.graph import LayerNode, LearnableParameter, NetGraph
     from amct.caffe.engine.layer import Layer
@@ -78,7 +84,7 @@ class Net:
             self._set_loss_gradient(index)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], **options: object) -> Net:
+    def from_file(cls, path: AnyPath, **options: object) -> Net:
         """Read a prototxt and build the net; ``options`` as for the class.
 
         Raises:
@@ -108,6 +114,16 @@ class Net:
     def layer_names(self) -> list[str]:
         """The names of all layers, in order."""
         return [node.layer.name for node in self.graph.nodes]
+
+    @property
+    def inputs(self) -> list[str]:
+        """The tops of Input layers."""
+        return [self.graph.blob_names[index] for index in self.graph.inputs]
+
+    @property
+    def outputs(self) -> list[str]:
+        """All blobs without a reader, in alphabetical order."""
+        return [self.graph.blob_names[index] for index in self.graph.outputs]
 
     @property
     def learnable(self) -> list[LearnableParameter]:
@@ -140,7 +156,9 @@ class Net:
         if plan.repeat is not None and _repeated(plan):
             return 0.0
         if self._kept is not None or not watched:  # a callback may read blobs not written yet
-            self._free(plan.stale)
+            for blob in plan.stale:
+                if blob.values.is_allocated:
+                    blob.values.release(readable=self._kept is None)
         loss, memory = 0.0, NetMemory(plan)
         before, after = self._callbacks["before_forward"], self._callbacks["after_forward"]
         with torch.no_grad():
@@ -190,15 +208,15 @@ class Net:
 
     # ------------------------------------------------------------------ weights
 
-    def load_weights(self, path: str | os.PathLike[str]) -> None:
+    def load_weights(self, path: AnyPath) -> None:
         """Copy weights from a caffemodel or HDF5 file by layer name."""
         weights.load(self.graph, path)
 
-    def save_weights(self, path: str | os.PathLike[str], *, with_diff: bool = False) -> None:
+    def save_weights(self, path: AnyPath, *, with_diff: bool = False) -> None:
         """Write all layers and weights as a binary caffemodel."""
         weights.save(self.graph, path, with_diff=with_diff)
 
-    def save_weights_hdf5(self, path: str | os.PathLike[str], *, with_diff: bool = False) -> None:
+    def save_weights_hdf5(self, path: AnyPath, *, with_diff: bool = False) -> None:
         """Write the weights as HDF5."""
         weights.save_hdf5(self.graph, path, with_diff=with_diff)
 
@@ -226,15 +244,6 @@ class Net:
                 ours.share_values(theirs)
 
     # ------------------------------------------------------------------ internals
-
-    def _free(self, stale: list[Blob]) -> None:
-        for blob in stale:
-            if not blob.values.is_allocated:
-                continue
-            if self._kept is None:
-                blob.values.forget()
-            else:
-                blob.values.release()
 
     def _kept_blobs(self, keep_blobs: bool | Iterable[str]) -> frozenset[int] | None:
         if keep_blobs is True:
@@ -373,3 +382,71 @@ def _loss_of(node: LayerNode) -> float:
         if weight:
             total += weight * float(blob.tensor.sum())
     return total
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class RecordedForward:
+    """The autograd graph of one layer's last forward."""
+
+    bottoms: list[torch.Tensor]
+    parameters: list[torch.Tensor]
+    tops: Sequence[torch.Tensor]
+
+
+def record_forward(node: LayerNode, bottoms: list[Blob]) -> RecordedForward:
+    """Run a layer's forward and keep its graph."""
+    layer = node.layer
+    inputs, parameters = (
+        [blob.tensor.detach().requires_grad_(needs) for blob, needs in zip(blobs, which, strict=True)]
+        for blobs, which in ((bottoms, node.bottom_needs_gradient), (layer.blobs, layer.parameter_needs_gradient))
+    )
+    with torch.enable_grad():
+        tops = layer.forward(inputs, parameters)
+        exact = layer.forward_on_integers([each.detach() for each in inputs])
+        if exact is not None:
+            tops = [_ValueOf.apply(carrier, value) for carrier, value in zip(tops, exact, strict=True)]  # type: ignore[no-untyped-call]
+    return RecordedForward(inputs, parameters, tops)
+
+
+def run_backward(node: LayerNode, record: RecordedForward, bottoms: list[Blob], tops: list[Blob]) -> None:
+    """Compute the bottoms' gradients from the tops', and add to the parameters' gradients."""
+    wanted = [tensor for tensor in (*record.bottoms, *record.parameters) if tensor.requires_grad]
+    remaining = iter(_gradients(record, wanted, tops))
+    for tensor, blob in zip(record.bottoms, bottoms, strict=True):
+        if tensor.requires_grad:
+            gradient = next(remaining)
+            blob.set_gradient(torch.zeros_like(tensor) if gradient is None else gradient)
+    for tensor, blob in zip(record.parameters, node.layer.blobs, strict=True):
+        gradient = next(remaining) if tensor.requires_grad else None
+        if gradient is not None:
+            blob.set_gradient(blob.gradient.to(gradient.device) + gradient.reshape(blob.shape))
+
+
+def _gradients(record: RecordedForward, wanted: list[torch.Tensor], tops: list[Blob]) -> Sequence[torch.Tensor | None]:
+    pairs = [(value, blob.gradient) for value, blob in zip(record.tops, tops, strict=True) if value.requires_grad]
+    if not wanted or not pairs:
+        return [None] * len(wanted)
+    return torch.autograd.grad(
+        [value for value, _ in pairs],
+        wanted,
+        [gradient.to(value.device) for value, gradient in pairs],
+        retain_graph=True,
+        allow_unused=True,
+    )
+
+
+class _ValueOf(torch.autograd.Function):
+    """The value of the second tensor with the gradient of the first."""
+
+    @staticmethod
+    def forward(ctx: object, carrier: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        del ctx, carrier
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        del ctx
+        return gradients[0], None

@@ -168,7 +168,7 @@ def product(dims: Sequence[int | None]) -> int | None:
     return math.prod(known) if len(known) == len(dims) else None
 
 
-_COMPUTING = frozenset({"run", "forward", "function", "compute", "convolve", "step", "reduce"})
+_COMPUTING = frozenset({"run", "forward", "function", "convolve", "step"})
 """Methods that define what a layer computes."""
 
 

@@ -338,7 +338,7 @@ def fusible_chains(nodes: list[LayerNode], kept: Collection[int] | None) -> dict
             readers.setdefault(bottom, []).append(node)
     chains = {}
     for node in nodes:
-        if not _can_be_head(node):
+        if node.layer.fold_kind is None or node.needs_backward or not len(node.tops) == len(node.bottoms) == 1:
             continue
         chain = FusedChain([node])
         while chain.activation is None and (following := _next(chain.nodes[-1], readers, kept)) is not None:
@@ -354,24 +354,14 @@ def fusible_chains(nodes: list[LayerNode], kept: Collection[int] | None) -> dict
     return chains
 
 
-def _can_be_head(node: LayerNode) -> bool:
-    return node.layer.fold_kind is not None and not node.needs_backward and len(node.tops) == len(node.bottoms) == 1
-
-
 def _next(node: LayerNode, readers: dict[int, list[LayerNode]], kept: Collection[int] | None) -> LayerNode | None:
     """The only reader of this layer's result, if fusing it cannot be observed."""
     top = node.tops[0]
     after = [reader for reader in readers.get(top, []) if reader.index > node.index]
-    if not after:
+    if not after or len(after[0].bottoms) != 1 or len(after[0].tops) != 1:
         return None
-    following = after[0]
-    if len(following.bottoms) != 1 or len(following.tops) != 1:
-        return None
-    if following.tops == [top]:
-        return following
-    if kept is None or top in kept or len(after) > 1:
-        return None
-    return following
+    is_unseen = kept is not None and top not in kept and len(after) == 1
+    return after[0] if after[0].tops == [top] or is_unseen else None
 
 
 #: Environment variable that raises the limit of all blobs of a net together, in bytes.

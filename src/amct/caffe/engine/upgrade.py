@@ -59,7 +59,7 @@ def upgrade_net(net: ProtoMessage, source: str = "net") -> ProtoMessage:
             )
         upgrade_v0_layers(net, source)
         for old in net.layers:
-            upgrade_v1_layer(old, net.layer.add(), source)
+            upgrade_v1_layer(old, net.layer.add())
         del net.layers[:]
     _clear(net, _NET_HINTS)
     for layer in net.layer:
@@ -86,14 +86,8 @@ def v1_type_name(layer: ProtoMessage) -> str:
     return _V1_SPECIAL.get(name, "".join(word.capitalize() for word in name.split("_")))
 
 
-def upgrade_v1_layer(old: ProtoMessage, new: ProtoMessage, source: str = "net") -> None:
-    """Fill ``new``, a LayerParameter, from a V1 layer (``layers { type: CONVOLUTION ... }``).
-
-    Raises:
-        ModelError: It contains a V0 layer.
-    """
-    if old.HasField("layer"):
-        raise ModelError(f'{source}: layer "{old.name}" mixes the V0 and V1 formats; write it in one of them')
+def upgrade_v1_layer(old: ProtoMessage, new: ProtoMessage) -> None:
+    """Fill ``new``, a LayerParameter, from a V1 layer (``layers { type: CONVOLUTION ... }``)."""
     new.type = v1_type_name(old)
     for field, value in old.ListFields():
         if field.name in _V1_OWN_FIELDS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -11,13 +12,12 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 import torch
 
-from amct.atomic import FileGroup, check_whole, open_write
+from amct.atomic import AnyPath, FileGroup, check_whole, open_write
 from amct.caffe.engine.hdf5 import Hdf5File, hdf5_library
-from amct.caffe.engine.wire import StoredBlob, StoredLayer, blob_parts, layer_parts, read_blob, read_weights
+from amct.caffe.engine.wire import StoredBlob, blob_parts, layer_parts, read_blob, read_weights
 from amct.errors import FileError, ModelError, ParseError, did_you_mean
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy.typing as npt
@@ -34,10 +34,11 @@ logger = logging.getLogger(__name__)
 HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 WEIGHTS_GROUP = "data"
 """The group of an HDF5 caffemodel that holds the weights."""
+_BLOB_NUMBER = re.compile("[0-9]{1,9}")
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def opened(path: AnyPath) -> Iterator[BinaryIO]:
     """A file to be read, which is whole.
 
     Raises:
@@ -51,53 +52,72 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise FileError(f"Could not open file {path}: {error.strerror or error}") from error
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
+def read_file(path: AnyPath) -> bytes:
     """The bytes of a file."""
     with opened(path) as file:
         return file.read()
 
 
-def is_hdf5(path: str | os.PathLike[str]) -> bool:
+def is_hdf5(path: AnyPath) -> bool:
     """Whether a file is HDF5, by its first bytes."""
     with opened(path) as file:
         return file.read(len(HDF5_SIGNATURE)) == HDF5_SIGNATURE
 
 
-def load(graph: NetGraph, path: str | os.PathLike[str]) -> None:
-    """Copy the weights of a file into the layers of the same name; other layers of the file are ignored.
+def stored_layers(path: AnyPath, names: Iterable[str]) -> Iterator[tuple[str, dict[int, StoredBlob]]]:
+    """The layers of a caffemodel, or of an HDF5 file those with these names, with their blobs by number.
+
+    A parameter that layers share is in an HDF5 file only under its owner.
 
     Raises:
         FileError: The file cannot be read.
         ParseError: It is neither a caffemodel nor HDF5.
-        ModelError: A layer has another number of blobs or other shapes than the file.
     """
-    if is_hdf5(path):
-        load_hdf5(graph, path)
-    else:
-        copy_layers(graph, read_weights(read_file(path), str(path)), str(path))
+    if not is_hdf5(path):
+        for layer in read_weights(read_file(path), str(path)):
+            yield layer.name, dict(enumerate(layer.blobs))
+        return
+    with Hdf5File(path) as file:
+        if not file.has(WEIGHTS_GROUP):
+            raise ParseError(f'{path}: not an HDF5 caffemodel: it has no group "{WEIGHTS_GROUP}"')
+        for name in names:
+            blobs = {}
+            for number in file.names(WEIGHTS_GROUP, name):
+                values = file.array(WEIGHTS_GROUP, name, number) if _BLOB_NUMBER.fullmatch(number) else None
+                if values is not None:
+                    blobs[int(number)] = StoredBlob(values.shape, values.reshape(-1))
+            if file.has(WEIGHTS_GROUP, name):
+                yield name, blobs
 
 
-def copy_layers(graph: NetGraph, layers: Iterable[StoredLayer], source: str) -> None:
-    """Copy stored layers into the layers of the same name.
+def load(graph: NetGraph, path: AnyPath) -> None:
+    """Copy the weights of a file into the layers of the same name; other layers of the file are ignored.
 
     Raises:
-        ModelError: A layer has another number of blobs or other shapes.
+        FileError, ParseError: As for ``stored_layers``.
+        ModelError: A layer has another number of blobs or other shapes than the file.
     """
-    targets: dict[str, LayerNode] = {}
-    for each in graph.nodes:
-        targets.setdefault(each.layer.name, each)
+    nodes: dict[str, LayerNode] = {}
+    for node in graph.nodes:
+        nodes.setdefault(node.layer.name, node)
     ignored: list[str] = []
-    for stored in layers:
-        node = targets.get(stored.name)
-        if node is None:
-            ignored.append(stored.name)
-            continue
-        node.layer.fit_stored([content.shape for content in stored.blobs])
-        _check_blob_count(node.layer, len(stored.blobs), source)
-        for index, content in enumerate(stored.blobs):
-            _copy_blob(node.layer, index, content, source)
+    for name, blobs in stored_layers(path, nodes):
+        if name in nodes:
+            _copy_layer(graph, nodes[name], blobs, str(path))
+        else:
+            ignored.append(name)
     if ignored:
-        logger.info("%s: ignoring source layer(s) %s: the net has none of that name", source, ", ".join(ignored))
+        logger.info("%s: ignoring source layer(s) %s: the net has none of that name", path, ", ".join(ignored))
+
+
+def _copy_layer(graph: NetGraph, node: LayerNode, blobs: dict[int, StoredBlob], source: str) -> None:
+    layer = node.layer
+    layer.fit_stored([blobs[index].shape for index in sorted(blobs)])
+    needed = {index for index in range(len(layer.blobs)) if _is_owner(graph, node, index)}
+    if not needed <= blobs.keys() or max(blobs, default=-1) >= len(layer.blobs):
+        raise _wrong_count(layer, len(blobs), source)
+    for index, stored in blobs.items():
+        _copy_blob(layer, index, stored, source)
 
 
 def copy_messages(layer: Layer, blobs: Sequence[ProtoMessage], source: str) -> None:
@@ -106,17 +126,17 @@ def copy_messages(layer: Layer, blobs: Sequence[ProtoMessage], source: str) -> N
     Raises:
         ModelError: Number of blobs or shapes differ.
     """
-    _check_blob_count(layer, len(blobs), source)
+    if len(blobs) != len(layer.blobs):
+        raise _wrong_count(layer, len(blobs), source)
     for index, message in enumerate(blobs):
         _copy_blob(layer, index, read_blob(message.SerializeToString(), source), source)
 
 
-def _check_blob_count(layer: Layer, stored: int, source: str) -> None:
-    if len(layer.blobs) != stored:
-        raise ModelError(
-            f"{source}: Incompatible number of blobs for layer {layer.name}: the net has {len(layer.blobs)}, "
-            f"the file {stored}. Is bias_term the same in both?"
-        )
+def _wrong_count(layer: Layer, stored: int, source: str) -> ModelError:
+    return ModelError(
+        f"{source}: Incompatible number of blobs for layer {layer.name}: the net has {len(layer.blobs)}, "
+        f"the file {stored}. Is bias_term the same in both?"
+    )
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
@@ -170,18 +190,17 @@ def _plain(tensor: torch.Tensor) -> NumberArray:
     return tensor.detach().to("cpu", torch.float32).contiguous().numpy()
 
 
-def save(graph: NetGraph, path: str | os.PathLike[str], *, with_diff: bool = False) -> None:
+def save(graph: NetGraph, path: AnyPath, *, with_diff: bool = False) -> None:
     """Write a binary caffemodel.
 
     Raises:
         FileError: The file cannot be written.
     """
     with open_write(path) as file:
-        for part in caffemodel_parts(graph, with_diff=with_diff):
-            file.write(part)
+        file.writelines(caffemodel_parts(graph, with_diff=with_diff))
 
 
-def save_hdf5(graph: NetGraph, path: str | os.PathLike[str], *, with_diff: bool = False) -> None:
+def save_hdf5(graph: NetGraph, path: AnyPath, *, with_diff: bool = False) -> None:
     """Write an HDF5 caffemodel: ``/data/<layer>/<index>``, shared parameters only under their owner.
 
     Raises:
@@ -208,49 +227,6 @@ def _is_owner(graph: NetGraph, node: LayerNode, index: int) -> bool:
     """Whether a parameter holds its values itself: it is not shared, or the first of those that share them."""
     owner = graph.owner_of.get((node.index, index))  # a table of values (``fit_stored``) has none
     return owner is None or owner.blob is node.layer.blobs[index]
-
-
-def load_hdf5(graph: NetGraph, path: str | os.PathLike[str]) -> None:
-    """Copy the weights of an HDF5 caffemodel into the layers of the same name.
-
-    Raises:
-        FileError: The file cannot be read.
-        ParseError: It is not an HDF5 caffemodel.
-        ModelError: Number of blobs or shapes differ.
-    """
-    check_whole(path)
-    with Hdf5File(path) as file:
-        check_has_weights(file, path)
-        for node in graph.nodes:
-            _load_layer(graph, node, file, str(path))
-
-
-def check_has_weights(file: Hdf5File, path: str | os.PathLike[str]) -> None:
-    """Check that an HDF5 file is a caffemodel: ``/data/<layer>/<index>``.
-
-    Raises:
-        ParseError: It is not.
-    """
-    if not file.has(WEIGHTS_GROUP):
-        raise ParseError(f'{path}: not an HDF5 caffemodel: it has no group "{WEIGHTS_GROUP}"')
-
-
-def _load_layer(graph: NetGraph, node: LayerNode, file: Hdf5File, source: str) -> None:
-    if not file.has(WEIGHTS_GROUP, node.layer.name):
-        return
-    stored = [name for name in file.names(WEIGHTS_GROUP, node.layer.name) if name.isdigit()]
-    arrays = {name: file.array(WEIGHTS_GROUP, node.layer.name, name) for name in stored}
-    node.layer.fit_stored([values.shape for _, values in sorted(arrays.items()) if values is not None])
-    if len(stored) > len(node.layer.blobs):
-        _check_blob_count(node.layer, len(stored), source)
-    for index in range(len(node.layer.blobs)):
-        values = arrays.get(str(index))
-        if values is not None:
-            _copy_blob(node.layer, index, StoredBlob(values.shape, values.reshape(-1)), source)
-        elif _is_owner(graph, node, index):
-            raise ModelError(
-                f"{source}: Incompatible number of blobs for layer {node.layer.name}: blob {index} is missing"
-            )
 
 
 # -- Caffe's fillers, which initialize parameters ----------------------------------------------------------------------

@@ -28,7 +28,7 @@ _INSIDE_NUMBER = "it ends inside a number"
 
 # Field numbers: NetParameter, LayerParameter, V1LayerParameter, V0LayerParameter, BlobProto (see caffe.proto).
 _NET_LAYER, _NET_LAYERS_V1 = 100, 2
-_LAYER_NAME, _LAYER_TYPE, _LAYER_BLOBS = 1, 2, 7
+_LAYER_NAME, _LAYER_BLOBS = 1, 7
 _V1_NAME, _V1_BLOBS, _V1_V0_LAYER = 4, 6, 1
 _V0_NAME, _V0_BLOBS = 1, 50
 _BLOB_SHAPE, _BLOB_DATA, _BLOB_DIFF, _BLOB_DOUBLE, _BLOB_INT8, _BLOB_INT32 = 7, 5, 6, 8, 10, 11
@@ -50,10 +50,9 @@ class StoredBlob:
 
 @dataclass
 class StoredLayer:
-    """The name, type (empty for V1 files) and blobs of one layer of a file."""
+    """The name and the blobs of one layer of a file."""
 
     name: str
-    type: str = ""
     blobs: list[StoredBlob] = field(default_factory=list)
 
 
@@ -192,8 +191,6 @@ def _layer(reader: _WireReader, name_field: int, blobs_field: int) -> StoredLaye
             layer.name = value.text()
         elif number == blobs_field:
             layer.blobs.append(_blob(value))
-        elif number == _LAYER_TYPE and name_field == _LAYER_NAME and blobs_field == _LAYER_BLOBS:
-            layer.type = value.text()
     return layer
 
 

@@ -32,9 +32,9 @@ from amct.export.onnx.messages import GraphWriter, check_valid, reads
 from amct.export.request import check_opset
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
 
+    from amct.atomic import AnyPath
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.graph import LayerNode
     from amct.caffe.engine.layer import Layer
@@ -55,14 +55,6 @@ _ENDS = frozenset(
 """Layer types, in addition to losses, before which the exported graph ends."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorSource:
-    """The place of an ONNX tensor in the net: the content of ``blob`` right after ``layer`` ran."""
-
-    blob: str
-    layer: str
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NetOnnx:
     """A float ONNX model and its relation to the net.
@@ -71,7 +63,7 @@ class NetOnnx:
         model: The model.
         nodes: The node names of each layer; empty for an identity.
         bottoms: The tensors that each layer reads, by bottom.
-        sources: The source of each activation; tensors inside a layer's form are not listed.
+        blobs: The blob whose content each tensor is; tensors inside a layer's form are not listed.
         notes: Notes for the user: where the file ends, which layers behave differently.
         net: The net.
         kept: The large weights to which the model refers; None: they are in its message.
@@ -80,7 +72,7 @@ class NetOnnx:
     model: ModelProto
     nodes: Mapping[str, tuple[str, ...]]
     bottoms: Mapping[str, tuple[str, ...]]
-    sources: Mapping[str, TensorSource]
+    blobs: Mapping[str, str]
     notes: tuple[str, ...]
     net: Net
     kept: KeptWeights | None = None
@@ -120,13 +112,13 @@ def float_onnx(
 
 
 def export_onnx(
-    prototxt: str | os.PathLike[str],
-    caffemodel: str | os.PathLike[str],
-    path: str | os.PathLike[str],
+    prototxt: AnyPath,
+    caffemodel: AnyPath,
+    path: AnyPath,
     *,
     opset: int = DEFAULT_OPSET,
     outputs: Sequence[str] | None = None,
-    custom_proto: str | os.PathLike[str] | None = None,
+    custom_proto: AnyPath | None = None,
 ) -> tuple[str, ...]:
     """Write a Caffe model as a float ONNX file; returns the notes, if there are any.
 
@@ -170,8 +162,8 @@ class _Export:
         self.writer = GraphWriter(self.opset, taken=self.net.graph.blob_names, kept=self.kept)
         self._current: dict[int, str] = {}
         """The tensor that holds the content of a blob (by index) at this point of the net."""
-        self._made: dict[str, tuple[int, str]] = {}
-        """Blob and layer of each tensor that represents a blob."""
+        self._made: dict[str, int] = {}
+        """The blob (by index) that a tensor represents."""
         self._dims: dict[str, Dims] = {}
         self._batched: set[str] = set()
         """Tensors whose first axis is the batch."""
@@ -187,10 +179,7 @@ class _Export:
         results = self._results(names)
         self.writer.rename(names)
         model = self._model(names, results)
-        sources = {
-            names.get(tensor, tensor): TensorSource(blob=self.net.graph.blob_names[blob], layer=layer)
-            for tensor, (blob, layer) in self._made.items()
-        }
+        blobs = {names.get(tensor, tensor): self.net.graph.blob_names[blob] for tensor, blob in self._made.items()}
         bottoms = {
             layer: tuple(names.get(tensor, tensor) for tensor in tensors) for layer, tensors in self._bottoms.items()
         }
@@ -198,7 +187,7 @@ class _Export:
             model=model,
             nodes=dict(self._nodes),
             bottoms=bottoms,
-            sources=sources,
+            blobs=blobs,
             notes=(*self.notes, *self.writer.notes),
             net=self.net,
             kept=self.kept,
@@ -288,7 +277,7 @@ class _Export:
     def _make(self, node: LayerNode, position: int, tensor: str) -> None:
         blob = node.tops[position]
         self._current[blob] = tensor
-        self._made[tensor] = (blob, node.layer.name)
+        self._made[tensor] = blob
         dims = self.shapes.tops[node.index][position]
         if (node.index, position) in self.shapes.per_sample:
             self._batched.add(tensor)
@@ -300,7 +289,7 @@ class _Export:
         """The blob's name for the last tensor of each blob, if it was written for that blob."""
         names: dict[str, str] = {}
         for blob, tensor in self._current.items():
-            if tensor not in self.inputs and self._made.get(tensor, (None, ""))[0] == blob:
+            if tensor not in self.inputs and self._made.get(tensor) == blob:
                 names[tensor] = self.net.graph.blob_names[blob]
         # An input that a layer changes in place keeps its name; the result is named <blob>.<layer>.
         return {tensor: name for tensor, name in names.items() if name not in self.inputs}
@@ -380,7 +369,8 @@ def fixed_shapes(net: Net) -> NetShapes:
 
 def batch_shapes(net: Net) -> NetShapes | None:
     """The shapes with a dynamic batch size; None if it must be fixed."""
-    batch = _common_batch(net)
+    sizes = {shape[0] if shape else None for shape in _input_shapes(net)}
+    batch = sizes.pop() if len(sizes) == 1 else None
     if batch is None:
         return None
     try:
@@ -399,12 +389,6 @@ def batch_shapes(net: Net) -> NetShapes | None:
         if first and (first[0], second[0]) == (batch, batch + 1)
     }
     return NetShapes(bottoms=bottoms, tops=tops, per_sample=frozenset(per_sample))
-
-
-def _common_batch(net: Net) -> int | None:
-    """The first dimension of all inputs, if it is the same; else None."""
-    lengths = {shape[0] if shape else None for shape in _input_shapes(net)}
-    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _input_shapes(net: Net) -> list[Shape]:

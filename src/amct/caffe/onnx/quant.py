@@ -102,7 +102,7 @@ def tensors_to_observe(
             bindings += _bindings(form, layer)
     wide = [binding.layer for binding in bindings if binding.layer in other_bits]
     wanted = plan_tensors(form.model, bindings, other_bits=wide).observed
-    return tuple(name for name in wanted if name in form.sources and form.sources[name].blob == name)
+    return tuple(name for name in wanted if form.blobs.get(name) == name)
 
 
 def _kind(exported: NetOnnx, layer: Layer) -> LayerKind | None:
@@ -121,12 +121,8 @@ def _bindings(exported: NetOnnx, layer: Layer) -> list[LayerBinding]:
     kind = _kind(exported, layer)
     if kind is None or layer.name not in exported.nodes:
         return []
-    names = [_node_name(layer.name, index) for index in range(len(exported.bottoms[layer.name]))]
+    names = [layer.name, *(f"{layer.name}.{index}" for index in range(1, len(exported.bottoms[layer.name])))]
     return [LayerBinding(layer=name, kind=kind, node=name) for name in names]
-
-
-def _node_name(layer: str, index: int) -> str:
-    return layer if index == 0 else f"{layer}.{index}"
 
 
 @dataclass(eq=False)

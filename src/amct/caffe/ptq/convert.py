@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amct.arguments import input_file
+from amct.arguments import input_file, input_files
 from amct.caffe.model import FEEDFORWARD_TYPES, CaffeModel, read_model
 from amct.caffe.prototxt import caffe_function, layer_infos
-from amct.caffe.ptq.checking import reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics, fuse
 from amct.caffe.ptq.graph import record_layers
 from amct.caffe.ptq.quantized_weights import UNIFORM_BITS, given_weights
-from amct.caffe.ptq.save import CAFFE_FORMATS, CaffeFiles, SaveNotes, log_layers, prefix_of
+from amct.caffe.ptq.save import SaveNotes, prefix_of, save_results
 from amct.errors import RecordError
-from amct.export.request import SaveRequest
-from amct.export.saving import save_files
+from amct.model import Skip
 from amct.record import normalize_record, read_caffe_record, validate_record
 from amct.record.conversion import caffe_layer_qparams
 
@@ -65,13 +62,8 @@ def convert_model(
         RecordError: the record does not fit the model.
         CalibrationError: a bias does not fit int32 with these factors.
     """
-    inputs = {
-        "model_file": model_file,
-        "weights_file": weights_file,
-        "scale_offset_record_file": scale_offset_record_file,
-    }
-    for name, value in inputs.items():
-        input_file(value, name)
+    input_files(model_file=model_file, weights_file=weights_file)
+    record_file = input_file(scale_offset_record_file, "scale_offset_record_file")
     record = read_caffe_record(scale_offset_record_file)
     for warning in record.warnings:
         logger.warning("%s", warning)
@@ -90,23 +82,11 @@ def convert_model(
         if layer.type in FEEDFORWARD_TYPES and layer.name in record.layers
     }
     layers = {name: caffe_layer_qparams(entry) for name, entry in record.items()}
-    reason = "the record has no factors for it"
-    notes = SaveNotes(
-        original=original,
-        fusion=fusion,
-        not_quantized={
-            layer.name: refused.get(layer.name) or reason for layer in model.layers if layer.name not in record.layers
-        },
-    )
-    request = SaveRequest(
-        where=prefix_of(save_path),
-        formats=CAFFE_FORMATS["Both"],
-        record_file=Path(scale_offset_record_file),
-    )
-    results = Results(model, weights, layers, may_raise_scale=False)
-    reference = reference_beside(Path(scale_offset_record_file), results)
-    log_layers(request, results)
-    save_files(CaffeFiles(request, results, notes, reference=reference))
+    left = [layer.name for layer in model.layers if layer.name not in record.layers]
+    skips = [Skip(name, refused.get(name, "the record has no factors for it")) for name in left]
+    notes = SaveNotes(original=original, fusion=fusion, not_quantized=skips)
+    where, results = prefix_of(save_path), Results(model, weights, layers, may_raise_scale=False)
+    save_results(results, notes, where, record_file, "Both")
 
 
 def _checked(record: CaffeRecord, original: CaffeModel, model: CaffeModel) -> CaffeRecord:

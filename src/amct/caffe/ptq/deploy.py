@@ -10,91 +10,30 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.layers.integer import stays_integer
+from amct.caffe.engine.layer import stays_integer
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import RECURRENT_TYPES
 from amct.caffe.prototxt import free_name
-from amct.caffe.ptq.graph import insert_quant, taken_names
-from amct.caffe.ptq.quantized_weights import fitted_bias, may_overflow, real_blobs, sum_scale, with_bias
-from amct.numerics.integer import dequantized_bias
+from amct.caffe.ptq.graph import input_layer, taken_names
+from amct.caffe.ptq.quantized_weights import layer_products, real_blobs
 from amct.numerics.qparams import LayerQParams, QParams
 from amct.pipeline.weights import corrected_bias
-from amct.record import CaffeRecord
-from amct.record.conversion import caffe_layer_record
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     import torch
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
-    from amct.caffe.ptq.quantized_weights import IntegerLayer
-    from amct.pipeline.weights import QuantizedWeight, QuantizedWeights
+    from amct.caffe.ptq.quantized_weights import Product
+    from amct.pipeline.weights import QuantizedWeights
 
 
 STATIC = 2
 """The index of a static input among the bottoms, behind data and continuation marks."""
 STATES = {"LSTM": 2, "RNN": 1, "GRU": 1}
 """The number of initial states, the last bottoms of a layer with ``expose_hidden``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecurrentWeights:
-    """A quantized recurrent layer.
-
-    Attributes:
-        weights: The matrices.
-        inputs: The parameters of the operand of each matrix, by the index of the matrix among the blobs.
-        biases: int32, by their index among the blobs.
-    """
-
-    weights: QuantizedWeights
-    inputs: dict[int, QParams]
-    biases: dict[int, torch.Tensor]
-
-    @property
-    def blobs(self) -> list[torch.Tensor]:
-        """The blobs of a deploy model: int8 matrices and int32 biases."""
-        found = {weight.source.place: weight.packed() for weight in self.weights.weights} | self.biases
-        return [found[place] for place in sorted(found)]
-
-    @property
-    def real_blobs(self) -> list[torch.Tensor]:
-        """The dequantized blobs."""
-        matrices = {weight.source.place: weight for weight in self.weights.weights}
-        found = {place: weight.real() for place, weight in matrices.items()}
-        for place, bias in self.biases.items():
-            found[place] = dequantized_bias(bias, sum_scale(matrices[place - 1], self.inputs[place - 1].step))
-        return [found[place] for place in sorted(found)]
-
-    def overflowing(self) -> Iterator[int]:
-        """The data bit width of each matrix whose sums may exceed int32."""
-        for weight in self.weights.weights:
-            place = weight.source.place
-            data = self.inputs[place]
-            if may_overflow(weight, self.biases.get(place + 1), data.bits, data.zero_point):
-                yield data.bits
-
-
-def integer_recurrent(
-    layer: ProtoMessage, weights: QuantizedWeights, blobs: Sequence[torch.Tensor], qparams: LayerQParams
-) -> RecurrentWeights:
-    """Quantize the biases; each bias follows the matrix whose products it is added to.
-
-    Raises:
-        CalibrationError: a bias cannot be quantized; the message names the layer.
-    """
-    inputs = _inputs(layer, weights, qparams)
-    fitted: list[QuantizedWeight] = []
-    biases: dict[int, torch.Tensor] = {}
-    for given in weights.weights:
-        weight, place = given, given.source.place + 1
-        if place < len(blobs) and blobs[place].ndim == 1:
-            scale = inputs[place - 1].step
-            weight, (biases[place],) = fitted_bias(layer.name, given, blobs[place], [scale], may_raise_scale=True)
-        fitted.append(weight)
-    return RecurrentWeights(weights=replace(weights, weights=tuple(fitted)), inputs=inputs, biases=biases)
 
 
 def _inputs(layer: ProtoMessage, weights: QuantizedWeights, qparams: LayerQParams) -> dict[int, QParams]:
@@ -116,11 +55,19 @@ def fake_recurrent(layer: ProtoMessage, qparams: LayerQParams) -> None:
     layer.type = f"{layer.type}Quant"
 
 
-def deploy_recurrent(layer: ProtoMessage, made: RecurrentWeights, qparams: LayerQParams) -> list[torch.Tensor]:
-    """Convert a recurrent layer to integer arithmetic and return its blobs."""
-    fake_recurrent(layer, qparams)
-    layer.lstm_quant_param.scale_w.extend(weight.qparams.step for weight in made.weights.weights)
-    return made.blobs
+def integer_blobs(products: Iterable[Product]) -> list[torch.Tensor]:
+    """The blobs of a deploy model: int8 weights or 4-bit indices, each with its int32 biases, a table of values."""
+    blobs: list[torch.Tensor] = []
+    weight = None
+    for each in products:
+        if each.weight is not weight:
+            weight = each.weight
+            blobs.append(weight.packed())
+        if each.bias is not None:
+            blobs.append(each.bias)
+    if weight is not None and weight.clusters is not None:
+        blobs.append(weight.clusters.table)
+    return blobs
 
 
 logger = logging.getLogger(__name__)
@@ -142,8 +89,6 @@ class Results:
         weights: the integer weights, by layer.
         layers: the parameters of the inputs of all quantized layers.
         may_raise_scale: whether a weight scale may be increased so that the bias fits int32.
-        config: the config used, as readable text for quant.json.
-        equalized: the layers whose output channels were divided by factors, for quant.json.
 
     Raises:
         CalibrationError: a bias cannot be quantized.
@@ -156,15 +101,10 @@ class Results:
         layers: Mapping[str, LayerQParams],
         *,
         may_raise_scale: bool = True,
-        config: str = "",
-        equalized: Sequence[str] = (),
     ) -> None:
-        self.config = config
-        self.equalized = tuple(equalized)
         self._model = model
-        self._weights = dict(weights)
-        self._integer: dict[str, IntegerLayer] = {}
-        self._recurrent: dict[str, RecurrentWeights] = {}
+        self._weights = {layer.name: weights[layer.name] for layer in model.layers if layer.name in weights}
+        self._products: dict[str, list[Product]] = {}
         self._biases: dict[str, torch.Tensor] = {}
         """The biases that make up for the mean error of rounding the weights."""
         self.layers: dict[str, LayerQParams] = {}
@@ -176,27 +116,25 @@ class Results:
                 qparams = self._finish(layer, qparams, may_raise_scale)
             self.layers[layer.name] = qparams
 
-    def record(self) -> CaffeRecord:
-        """The final parameters as a record."""
-        return CaffeRecord({name: caffe_layer_record(name, qparams) for name, qparams in self.layers.items()})
-
     def _finish(self, layer: ProtoMessage, qparams: LayerQParams, may_raise_scale: bool) -> LayerQParams:
         weights, blobs = self._weights[layer.name], self._model.weights[layer.name]
+        found: list[Product] = []
         if layer.type in RECURRENT_TYPES:
-            recurrent = self._recurrent[layer.name] = integer_recurrent(layer, weights, blobs, qparams)
-            weights, overflowing = recurrent.weights, next(recurrent.overflowing(), None)
+            inputs = _inputs(layer, weights, qparams)
+            for weight in weights.weights:
+                place = weight.source.place
+                bias = next((blob for blob in blobs[place + 1 : place + 2] if blob.ndim == 1), None)
+                found += layer_products(layer.name, weight, bias, [inputs[place]], may_raise_scale=may_raise_scale)
+            weights = replace(weights, weights=tuple(each.weight for each in found))
         else:
-            inputs = [qparams.inputs[index] for index in range(len(layer.bottom))]
             bias = blobs[1] if len(blobs) > 1 else None
             if bias is not None:
                 bias = self._biases[layer.name] = corrected_bias(qparams, weights, bias)
-            scales = [data.step for data in inputs]
-            made = self._integer[layer.name] = with_bias(
-                layer.name, weights, bias, scales, may_raise_scale=may_raise_scale
-            )
-            weights = made.weights
-            overflowing = next((data.bits for index, data in enumerate(inputs) if _overflows(made, index, data)), None)
-        self._weights[layer.name] = weights
+            data = [qparams.inputs[index] for index in range(len(layer.bottom))]
+            found = layer_products(layer.name, weights.weights[0], bias, data, may_raise_scale=may_raise_scale)
+            weights = replace(weights, weights=(found[0].weight,))
+        self._products[layer.name], self._weights[layer.name] = found, weights
+        overflowing = next((each.data.bits for each in found if each.may_overflow()), None)
         if overflowing is not None:
             logger.warning(
                 'layer "%s": with %d-bit data its sums could leave int32 on a chip; they are exact here',
@@ -212,24 +150,29 @@ class Results:
         """The model with fake-quantized data and weights, in float arithmetic."""
         result = self._with_quant_layers()
         model = result.model
-        for name, recurrent in self._recurrent.items():
-            fake_recurrent(model.layer(name), self.layers[name])
-            model.weights[name] = recurrent.real_blobs
-        for name, integer in self._integer.items():
-            blobs = real_blobs(integer.weights, model.weights[name])
-            if integer.real_bias is not None:
-                blobs[1] = integer.real_bias
-            model.weights[name] = blobs
+        for name, found in self._products.items():
+            if model.layer(name).type in RECURRENT_TYPES:
+                fake_recurrent(model.layer(name), self.layers[name])
+            firsts = {each.weight.source.place: each for each in reversed(found)}  # the bias is in steps of these
+            real = {place: blob for each in firsts.values() for place, blob in each.real_blobs().items()}
+            model.weights[name] = [real[place] for place in sorted(real)]
         return result
 
     def _with_quant_layers(self) -> QuantizedNet:
         """A copy of the model with a Quant layer before each input of the quantized layers."""
         model = self._model.copy()
-
-        def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
-            fill_quant(quant.quant_param, layer.name, index, self.layers[layer.name].inputs[index])
-
-        return QuantizedNet(model, insert_quant(model, self.layers, fill))
+        taken = taken_names(model)
+        inserted: dict[str, list[str]] = {}
+        result: list[ProtoMessage] = []
+        for layer in model.layers:
+            for index in range(len(layer.bottom)) if layer.name in self.layers else ():
+                made = input_layer("Quant", layer, index, taken)
+                _fill_quant(made.quant_param, layer.name, index, self.layers[layer.name].inputs[index])
+                inserted.setdefault(layer.name, []).append(made.name)
+                result.append(made)
+            result.append(layer)
+        model.set_layers(result)
+        return QuantizedNet(model, inserted)
 
     # ------------------------------------------------------------------ float
 
@@ -273,11 +216,15 @@ class Results:
             if layer.name not in self.layers:
                 continue
             qparams = self.layers[layer.name]
-            if layer.name in self._recurrent:
-                made[layer.name] = deploy_recurrent(layer, self._recurrent[layer.name], qparams)
+            found = self._products.get(layer.name, [])
+            if found:
+                made[layer.name] = integer_blobs(found)
+            if found and layer.type in RECURRENT_TYPES:
+                fake_recurrent(layer, qparams)
+                layer.lstm_quant_param.scale_w.extend(each.weight.qparams.step for each in found)
                 continue
-            if layer.name in self._integer:
-                behind = self._weighted(layer, made, taken)
+            if found:
+                behind = _dequantized(layer, found, made, taken)
             else:
                 inputs = [model.layer(name).quant_param for name in result.inserted[layer.name]]
                 behind = self._data_only(layer, inputs, taken)
@@ -289,24 +236,6 @@ class Results:
         model.set_layers(layers)
         model.weights.update(made)
         return result
-
-    def _weighted(
-        self, layer: ProtoMessage, made: dict[str, list[torch.Tensor]], taken: set[str]
-    ) -> list[ProtoMessage]:
-        integer = self._integer[layer.name]
-        (weight,) = integer.weights.weights
-        blobs = [weight.packed(), *integer.biases]
-        if weight.clusters is not None:
-            blobs.append(weight.clusters.table)
-        made[layer.name] = blobs
-        behind = []
-        for index, scale in enumerate(integer.sum_scales):
-            after = _layer_behind(layer, index, "DeQuant", "int32", taken)
-            after.dequant_param.object_layer = layer.name
-            after.dequant_param.channel_wise = scale.numel() > 1
-            made[after.name] = [scale.reshape(-1)]
-            behind.append(after)
-        return behind
 
     def _data_only(self, layer: ProtoMessage, inputs: Sequence[ProtoMessage], taken: set[str]) -> list[ProtoMessage]:
         first = self.layers[layer.name].input
@@ -321,6 +250,20 @@ class Results:
         return behind
 
 
+def _dequantized(
+    layer: ProtoMessage, products: Iterable[Product], made: dict[str, list[torch.Tensor]], taken: set[str]
+) -> list[ProtoMessage]:
+    """A DeQuant layer behind each top; their factors are put into ``made``."""
+    behind = []
+    for index, product in enumerate(products):
+        after = _layer_behind(layer, index, "DeQuant", "int32", taken)
+        after.dequant_param.object_layer = layer.name
+        after.dequant_param.channel_wise = product.step.numel() > 1
+        made[after.name] = [product.step.reshape(-1)]
+        behind.append(after)
+    return behind
+
+
 def _layer_behind(layer: ProtoMessage, index: int, kind: str, blob: str, taken: set[str]) -> ProtoMessage:
     """Add a layer behind one top of ``layer``, named after it; its bottom is a new blob."""
     suffix = f"_{index}" if len(layer.top) > 1 else ""
@@ -329,12 +272,7 @@ def _layer_behind(layer: ProtoMessage, index: int, kind: str, blob: str, taken: 
     return made
 
 
-def _overflows(layer: IntegerLayer, index: int, data: QParams) -> bool:
-    bias = layer.biases[index] if layer.biases else None
-    return may_overflow(layer.weights.weights[0], bias, data.bits, data.zero_point)
-
-
-def fill_quant(options: ProtoMessage, layer: str, index: int, data: QParams) -> None:
+def _fill_quant(options: ProtoMessage, layer: str, index: int, data: QParams) -> None:
     """Write the parameters of one input into a QuantParameter."""
     options.with_offset = bool(data.zero_point)
     options.scale = data.step

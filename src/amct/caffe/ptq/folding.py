@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING
 
+from amct.caffe.engine.layer import IMAGE_BLOB_AXES
 from amct.caffe.engine.layers.batch_norm import bn_affine, uses_batch_statistics
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import FEEDFORWARD_TYPES, blob_shapes
@@ -53,7 +54,6 @@ STAGES = (NORMALIZATIONS, frozenset({"Scale"}), frozenset({"Bias"}))
 AFFINE_TYPES = frozenset().union(*STAGES)
 AFTER = FusionPattern(heads=frozenset(FEEDFORWARD_TYPES), stages=STAGES)
 BEFORE = FusionPattern(heads=frozenset({"Convolution", "DepthwiseConv"}), stages=STAGES[:2])
-IMAGE_RANK = 4
 
 
 @dataclass
@@ -125,7 +125,8 @@ def fuse_after(
 def _fuse_before(model: CaffeModel, report: FusionReport, *, skip: Collection[str]) -> None:
     def refuse(head: Node, candidate: Node) -> str | None:
         layer = model.layer(head.name)
-        if any(_padding(layer)):
+        options = layer.convolution_param
+        if any((*options.pad, options.pad_h, options.pad_w)):
             return "the convolution pads with zeros, which the folded layer would have shifted"
         return refusal(model, layer, model.layer(candidate.name))
 
@@ -137,11 +138,6 @@ def _fuse_before(model: CaffeModel, report: FusionReport, *, skip: Collection[st
         names = [node.name for node in fusion.folded]
         report.skipped = [each for each in report.skipped if each.layer not in names]
     report.skipped += skips
-
-
-def _padding(layer: ProtoMessage) -> list[int]:
-    options = layer.convolution_param
-    return [*options.pad, options.pad_h, options.pad_w]
 
 
 def refusal(model: CaffeModel, head: ProtoMessage, candidate: ProtoMessage) -> str | None:
@@ -161,18 +157,13 @@ def _not_per_channel(model: CaffeModel, layer: ProtoMessage) -> str | None:
             return f'"{layer.name}" uses the statistics of each batch'
         return None
     if layer.type == "BN":
-        return _bn_not_per_channel(layer)
+        by_batch = f'"{layer.name}" uses the statistics of each batch; bn_mode: INFERENCE uses stored ones'
+        return by_batch if uses_batch_statistics(layer) else None
     options = layer.scale_param if layer.type == "Scale" else layer.bias_param
     if len(layer.bottom) != 1:
         return f'the factors of "{layer.name}" are a second bottom'
     if options.axis not in (1, -3) or options.num_axes != 1 or model.weights[layer.name][0].ndim != 1:
         return f'"{layer.name}" does not work along the channels (axis {options.axis}, num_axes {options.num_axes})'
-    return None
-
-
-def _bn_not_per_channel(layer: ProtoMessage) -> str | None:
-    if uses_batch_statistics(layer):
-        return f'"{layer.name}" uses the statistics of each batch; bn_mode: INFERENCE uses stored ones'
     return None
 
 
@@ -207,7 +198,7 @@ def _fold(
     head, names = model.layer(fusion.head.name), [node.name for node in fusion.folded]
     weight, *bias = model.weights[head.name]
     source = float_weight(head, weight)
-    with _naming(head):
+    with naming(head, ModelError, "fusion"):
         affine = _chain_affine(model, names)
         weight, shift = fold(source.tensor, bias[0] if bias else None, source.kind, source.groups, affine)
     model.weights[head.name] = [source.restored(weight), shift]
@@ -224,12 +215,12 @@ def _fold(
 
 
 @contextmanager
-def _naming(layer: ProtoMessage) -> Iterator[None]:
-    """Add the layer's name to errors raised by ``amct.numerics``."""
+def naming(layer: ProtoMessage, kind: type[AmctError], what: str) -> Iterator[None]:
+    """Add the layer's name, and what is done with it, to errors raised by ``amct.numerics``."""
     try:
         yield
     except AmctError as error:
-        raise ModelError(f'layer "{layer.name}" ({layer.type}): fusion: {error}') from error
+        raise kind(f'layer "{layer.name}" ({layer.type}): {what}: {error}') from error
 
 
 # ------------------------------------------------------------------ acceleration
@@ -242,30 +233,19 @@ def accelerate(model: CaffeModel, enabled: Collection[str], report: FusionReport
     """
     wanted = [layer.name for layer in model.layers if layer.type in AFFINE_TYPES and layer.name in enabled]
     wanted = [name for name in wanted if name not in skip and _not_per_channel(model, model.layer(name)) is None]
-    if not wanted:
-        return
-    shapes = _shapes_or_reason(model, report, wanted)
-    for name in wanted:
-        layer = next((each for each in model.layers if each.name == name), None)
-        if layer is None or layer.type not in AFFINE_TYPES or layer.bottom[0] not in shapes:
-            continue
-        if len(shapes[layer.bottom[0]]) != IMAGE_RANK:
-            report.skipped.append(
-                Skip(name, "not folded: no DepthwiseConv in its place: its bottom is no image (4 axes)")
-            )
-            continue
-        _accelerate_one(model, name, report, skip)
-
-
-def _shapes_or_reason(model: CaffeModel, report: FusionReport, wanted: list[str]) -> dict[str, tuple[int, ...]]:
+    shapes, reason = {}, "its bottom is no image (4 axes)"
     try:
-        return blob_shapes(model.net)
+        shapes = blob_shapes(model.net) if wanted else {}
     except AmctError as error:
-        for name in wanted:
-            report.skipped.append(
-                Skip(name, f"not folded: no DepthwiseConv in its place: shapes are unknown ({error})")
-            )
-        return {}
+        reason = f"shapes are unknown ({error})"
+    for name in wanted:
+        layer = next((each for each in model.layers if each.name == name and each.type in AFFINE_TYPES), None)
+        if layer is None:
+            continue  # replaced together with the one before it
+        if len(shapes.get(layer.bottom[0], ())) == IMAGE_BLOB_AXES:
+            _accelerate_one(model, name, report, skip)
+        else:
+            report.skipped.append(Skip(name, f"not folded: no DepthwiseConv in its place: {reason}"))
 
 
 def _accelerate_one(model: CaffeModel, name: str, report: FusionReport, skip: Collection[str]) -> None:

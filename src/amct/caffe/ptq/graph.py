@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from amct.caffe.engine.layer import moves_values
 from amct.caffe.engine.layers.batch_norm import dump_path
 from amct.caffe.engine.layers.ifmr import IFMR, observed_inputs, start_session
-from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.messages import new_message
 from amct.caffe.engine.weights import read_file
 from amct.caffe.engine.wire import read_weights
@@ -30,7 +30,7 @@ from amct.calibration import ALONE
 from amct.config.layers import CAFFE_TYPES
 from amct.config.registry import settings_to_dict
 from amct.errors import ArgumentTypeError, CalibrationError, FileError
-from amct.model import TensorIndex
+from amct.model import Skip, TensorIndex
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
 from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.qparams import with_means
@@ -40,7 +40,7 @@ from amct.record import CaffeRecord, RecordLayer
 from amct.record.conversion import caffe_layer_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import Batch, CaffeModel
@@ -50,6 +50,11 @@ if TYPE_CHECKING:
     from amct.numerics.qparams import LayerQParams
     from amct.numerics.settings import BatchNormUpdate
     from amct.pipeline.weights import QuantizedWeights
+
+    Input = tuple[str, int]
+    """A layer and the index of one of its bottoms."""
+    End = tuple[str, Hashable]
+    """The last blob where values are rounded, and the settings of that rounding."""
 
 
 class Stage(IntEnum):
@@ -74,18 +79,16 @@ class QuantGraph:
         weights: The integer weights, by layer.
         fusion: The folding report.
         equalized: The layers whose output channels were divided by factors.
-        record_file: The record file passed to ``init``; None for a calibration in memory.
-        calibration_record: Where calibration writes: the record, or its ``_update`` form after BatchNorm updates.
+        record_file: The record file passed to ``init``; empty for a calibration in memory.
     """
 
     original: CaffeModel
     plan: Plan
     model: CaffeModel
-    record_file: Path | None = None
+    record_file: Path = Path()
     weights: dict[str, QuantizedWeights] = field(default_factory=dict)
     fusion: FusionReport = field(default_factory=FusionReport)
     equalized: tuple[str, ...] = ()
-    calibration_record: Path | None = None
     stage: Stage = Stage.INITIALIZED
 
     def plans(self) -> dict[str, LayerPlan]:
@@ -141,10 +144,11 @@ class QuantGraph:
                 made.weights[name] = known if same else self._quantized(layer)
         return made
 
-    def calibration_file(self) -> Path:
-        """The record file passed to ``init``."""
-        assert self.record_file is not None, "init sets it"
-        return self.record_file
+    @property
+    def calibration_record(self) -> Path:
+        """Where calibration writes: the record, or its ``_update`` form after BatchNorm updates."""
+        record = self.record_file
+        return record if self.plan.update_bn is None else record.with_name(f"{record.stem}_update{record.suffix}")
 
     def with_quantized_weights(self) -> CaffeModel:
         """A copy of ``model`` whose weights are quantized and dequantized."""
@@ -155,20 +159,22 @@ class QuantGraph:
 
     def weights_record(self) -> CaffeRecord:
         """The factors of the weights."""
-        return CaffeRecord(
-            {name: caffe_layer_record(name, weights.qparams()) for name, weights in self.weights.items()}
-        )
+        return caffe_record({name: weights.qparams() for name, weights in self.weights.items()})
 
     @property
-    def not_quantized(self) -> dict[str, str]:
-        """The reason for each layer of ``model`` that stays float."""
-        quantized = self.plans()
-        reasons = dict(self.plan.not_quantized)
-        return {
-            layer.name: reasons.get(layer.name, f"type {layer.type} cannot be quantized")
+    def not_quantized(self) -> list[Skip]:
+        """Every layer of ``model`` that stays float, with the reason."""
+        quantized, reasons = self.plans(), self.plan.not_quantized
+        return [
+            Skip(layer.name, reasons.get(layer.name, f"type {layer.type} cannot be quantized"))
             for layer in self.model.layers
             if layer.name not in quantized
-        }
+        ]
+
+
+def caffe_record(layers: Mapping[str, LayerQParams]) -> CaffeRecord:
+    """The parameters of layers as a record."""
+    return CaffeRecord({name: caffe_layer_record(name, qparams) for name, qparams in layers.items()})
 
 
 def check_graph(function: str, graph: object) -> QuantGraph:
@@ -285,89 +291,89 @@ def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: 
     """
     taken = taken_names(model)
     settings_of = {name: [(settings, plan.batch_num) for settings in plan.activations] for name, plan in plans.items()}
-    where = watched_blobs(model.layers, settings_of)
+    leaders = shared_inputs(model.layers, settings_of)
+    made: dict[Input, ProtoMessage] = {}
     shared: dict[object, ProtoMessage] = {}
-    watching: dict[object, ProtoMessage] = {}
-    following: list[tuple[ProtoMessage, tuple[str, object]]] = []
     result: list[ProtoMessage] = []
     for layer in model.layers:
-        plan = plans.get(layer.name)
-        for index in range(len(layer.bottom)) if plan is not None else ():
-            assert plan is not None
-            blob, settings = layer.bottom[index], (plan.activations[index], plan.batch_num)
-            key = (blob, index, settings)
+        for index, settings in enumerate(settings_of.get(layer.name, ())[: len(layer.bottom)]):
+            key = (layer.bottom[index], index, settings)
             if key in shared:
                 shared[key].ifmr_param.object_layer.append(layer.name)
                 layer.bottom[index] = shared[key].top[0]
                 continue
-            made = shared[key] = input_layer("IFMR", layer, index, taken)
-            _fill_ifmr(made.ifmr_param, plan, index, record_file)
-            made.ifmr_param.object_layer.append(layer.name)
-            result.append(made)
-            source = (where[blob], settings)
-            if where[blob] == blob and source not in watching:
-                watching[source] = made
-            else:
-                following.append((made, source))
+            own = made[layer.name, index] = shared[key] = input_layer("IFMR", layer, index, taken)
+            _fill_ifmr(own.ifmr_param, plans[layer.name], index, record_file)
+            own.ifmr_param.object_layer.append(layer.name)
+            result.append(own)
         result.append(layer)
-    for follower, watched in following:
-        follower.ifmr_param.factors_from = watching[watched].name
+    for place, own in made.items():
+        if place in leaders:
+            own.ifmr_param.factors_from = made[leaders[place]].name
+    watching = [own for own in made.values() if not own.ifmr_param.factors_from]
     if watching:
-        list(watching.values())[-1].ifmr_param.reports_progress = True
+        watching[-1].ifmr_param.reports_progress = True
     model.set_layers(result)
 
 
-def watched_blobs(layers: Sequence[ProtoMessage], settings_of: Mapping[str, Sequence[Hashable]]) -> dict[str, str]:
-    """For each blob, the blob where its values are observed: itself, or one behind layers that only move values.
-
-    It is another blob if all readers, through such layers, finally read that blob with the same settings.
+def shared_inputs(layers: Sequence[ProtoMessage], settings_of: Mapping[str, Sequence[Hashable]]) -> dict[Input, Input]:
+    """By input whose values are those of another one, rounded with the same settings: that other input.
 
     Args:
         layers: The layers of a net without in-place layers.
         settings_of: By quantized layer, the settings of each bottom.
     """
+    ends = _ends(layers, settings_of)
+    inputs = [
+        (layer, index, settings)
+        for layer in layers
+        for index, settings in enumerate(settings_of.get(layer.name, ())[: len(layer.bottom)])
+    ]
+    watching: dict[End, Input] = {}
+    for layer, index, settings in inputs:
+        blob = layer.bottom[index]
+        if ends[blob] in (None, (blob, settings)):
+            watching.setdefault((blob, settings), (layer.name, index))
+    found = {}
+    for layer, index, settings in inputs:
+        end = ends[layer.bottom[index]]
+        leader = watching.get((layer.bottom[index] if end is None else end[0], settings))
+        if leader is not None and leader != (layer.name, index):
+            found[layer.name, index] = leader
+    return found
+
+
+def _ends(layers: Sequence[ProtoMessage], settings_of: Mapping[str, Sequence[Hashable]]) -> dict[str, End | None]:
+    """By blob: the blob where its values are observed, which is itself or one behind layers that only move values.
+
+    It is another blob if all readers, through such layers, finally read that blob with the same settings; None if they
+    do not agree.
+    """
     index: TensorIndex[ProtoMessage] = TensorIndex()
     for layer in layers:
         index.add(layer, layer.bottom, layer.top)
-    ends: dict[str, _End | None] = {}
+    ends: dict[str, End | None] = {}
     for blob in reversed(list(dict.fromkeys(blob for layer in layers for blob in (*layer.bottom, *layer.top)))):
         found = {
-            _end_of(blob, layer, place, settings_of, ends)
+            _end_of(blob, layer, place, settings_of.get(layer.name), ends)
             for layer in index.consumers(blob)
             for place, bottom in enumerate(layer.bottom)
             if bottom == blob
         }
         ends[blob] = found.pop() if len(found) == 1 else None
-    return {blob: blob if end is None else end.blob for blob, end in ends.items()}
-
-
-@dataclass(frozen=True)
-class _End:
-    """The last blob where values are rounded, and the settings of that rounding."""
-
-    blob: str
-    settings: Hashable
+    return ends
 
 
 def _end_of(
-    blob: str,
-    layer: ProtoMessage,
-    index: int,
-    settings_of: Mapping[str, Sequence[Hashable]],
-    ends: Mapping[str, _End | None],
-) -> _End | None:
+    blob: str, layer: ProtoMessage, index: int, settings: Sequence[Hashable] | None, ends: Mapping[str, End | None]
+) -> End | None:
     """Where the values that a layer reads are rounded last, or None if unknown."""
-    settings = settings_of.get(layer.name)
-    if len(layer.top) == 1 and (moves_values(layer) or _is_identity(layer)):
+    is_identity = layer.type == "Dropout" and bool(layer.dropout_param.scale_train)  # at inference
+    if len(layer.top) == 1 and (moves_values(layer) or is_identity):
         end = ends.get(layer.top[0])
-        if end is not None and (settings is None or {*settings[: len(layer.bottom)]} <= {end.settings}):
+        if end is not None and (settings is None or {*settings[: len(layer.bottom)]} <= {end[1]}):
             return end
-    return None if settings is None else _End(blob, settings[index])
-
-
-def _is_identity(layer: ProtoMessage) -> bool:
-    """Whether the layer is an identity at inference."""
-    return layer.type == "Dropout" and bool(layer.dropout_param.scale_train)
+    return None if settings is None else (blob, settings[index])
 
 
 def _fill_ifmr(options: ProtoMessage, plan: LayerPlan, index: int, record_file: str) -> None:
@@ -388,33 +394,7 @@ def _fill_ifmr(options: ProtoMessage, plan: LayerPlan, index: int, record_file: 
     options.num_bits_d = settings.num_bits
 
 
-def insert_quant(
-    model: CaffeModel, wanted: Mapping[str, object], fill: Callable[[ProtoMessage, ProtoMessage, int], None]
-) -> dict[str, list[str]]:
-    """Insert a Quant layer before every bottom of the given layers, in place; ``fill(quant, layer, index)`` sets it up.
-
-    Returns:
-        The names of the new layers, by layer.
-    """
-    taken = taken_names(model)
-    inserted: dict[str, list[str]] = {}
-    result: list[ProtoMessage] = []
-    for layer in model.layers:
-        for index in range(len(layer.bottom)) if layer.name in wanted else ():
-            made = input_layer("Quant", layer, index, taken)
-            fill(made, layer, index)
-            inserted.setdefault(layer.name, []).append(made.name)
-            result.append(made)
-        result.append(layer)
-    model.set_layers(result)
-    return inserted
-
-
-def start_calibration(
-    graph: QuantGraph,
-    tensors: Mapping[str, TensorObserver],
-    ranks: Ranks = ALONE,
-) -> Calibration:
+def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver], ranks: Ranks = ALONE) -> Calibration:
     """Start a calibration by the IFMR layers of a copy of the net of a graph whose weights are quantized.
 
     Args:
@@ -429,7 +409,7 @@ def start_calibration(
     insert_ifmr(model, graph.plans())
     net = model.build(tensors)
     layers = [layer for layer in net.layers if isinstance(layer, IFMR)]
-    means = _mean_observers(graph)
+    means = {blob: LayerInputObserver(channel_axis=1) for blob in _corrected_layers(graph).values()}
     flat = {layer.bottom[0] for layer in graph.model.layers if layer.type == "InnerProduct"}
     for layer in layers:  # a net reads a blob of several readers by other names
         bottoms = graph.model.layer(layer.options.object_layer[0]).bottom
@@ -458,11 +438,6 @@ def _corrected_layers(graph: QuantGraph) -> dict[str, str]:
         if plan.bias_correction and is_product and len(layer.bottom) == 1 and len(graph.model.weights[name]) > 1:
             found[name] = layer.bottom[0]
     return found
-
-
-def _mean_observers(graph: QuantGraph) -> dict[str, TensorObserver]:
-    """Observers of the inputs, by blob, whose means are needed to correct biases."""
-    return {blob: LayerInputObserver(channel_axis=1) for blob in _corrected_layers(graph).values()}
 
 
 def calibrated_layers(graph: QuantGraph, result: CalibrationResult) -> dict[str, LayerQParams]:

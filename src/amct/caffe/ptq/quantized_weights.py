@@ -6,16 +6,13 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from amct.caffe.model import RECURRENT_TYPES
-from amct.caffe.ptq.folding import FusionReport, float_weight, fuse_after
+from amct.caffe.ptq.folding import FusionReport, float_weight, fuse_after, naming
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SymmetricScale, fit_bias, quantize_bias
 from amct.numerics.arq import WeightKind, arq, quantize_weight
-from amct.numerics.integer import bias_integers, dequantized_bias, worst_case_accumulator
-from amct.numerics.integer import sum_scale as step_of_sums
-from amct.numerics.qparams import QParams
+from amct.numerics.integer import bias_integers, dequantized_bias, sum_scale, worst_case_accumulator
+from amct.numerics.qparams import QParams, float32_tensor
 from amct.numerics.rounding import quantize_weight_cancelling_errors
 from amct.numerics.settings import ArqSettings, SnqSettings
 from amct.numerics.snq import snq
@@ -24,6 +21,8 @@ from amct.pipeline.weights import FloatWeight, QuantizedWeight, QuantizedWeights
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    import torch
+
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
     from amct.numerics.settings import WeightRounding, WeightScale, WeightSettings
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNIFORM_BITS = 8
+_REFUSED = "its weights cannot be quantized"
 
 
 def real_blobs(weights: QuantizedWeights, blobs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ def quantize_weights(
         CalibrationError: a weight is NaN, infinite or too large; the message names the layer.
     """
     chosen = settings or ArqSettings()
-    try:
+    with naming(layer, CalibrationError, _REFUSED):
         if layer.type in RECURRENT_TYPES:
             return QuantizedWeights(weights=tuple(weight.readable() for weight in _recurrent(blobs, scale)))
         source = float_weight(layer, blobs[0])
@@ -70,14 +70,12 @@ def quantize_weights(
         if layer.type != "InnerProduct" and layer.convolution_param.axis != 1:
             channel_wise = False  # DeQuant scales along axis 1 only
         if isinstance(chosen, SnqSettings):
-            weight = _clustered(source, replace(chosen, channel_wise=channel_wise))
+            given = replace(chosen, channel_wise=channel_wise)
+            clusters = snq(source.tensor, kind=source.kind, groups=source.groups, settings=given)
+            weight = QuantizedWeight.clustered(source, clusters)
         else:
             weight = _rounded(source, _uniform(source, channel_wise, scale), rounding)
         return QuantizedWeights(weights=(weight.readable(),))
-    except AmctError as error:
-        raise CalibrationError(
-            f'layer "{layer.name}" ({layer.type}): its weights cannot be quantized: {error}'
-        ) from error
 
 
 def fold_quantized(
@@ -123,23 +121,14 @@ def _rounded(source: FloatWeight, qparams: QParams, rounding: WeightRounding = "
     return QuantizedWeight(source=source, qparams=qparams, cancel_errors=cancels_errors, integers=integers)
 
 
-def _clustered(source: FloatWeight, settings: SnqSettings) -> QuantizedWeight:
-    clusters = snq(source.tensor, kind=source.kind, groups=source.groups, settings=settings)
-    return QuantizedWeight.clustered(source, clusters)
-
-
-def matrix_places(blobs: Sequence[torch.Tensor]) -> list[int]:
-    """The indices of the blobs of a recurrent layer that are matrices; the others are biases."""
-    return [index for index, blob in enumerate(blobs) if blob.ndim == 2]
-
-
 def _recurrent(blobs: Sequence[torch.Tensor], scale: WeightScale) -> list[QuantizedWeight]:
     """Round each matrix to nearest: hidden states have both signs, so weight errors already cancel."""
-    found = []
-    for index in matrix_places(blobs):
-        source = FloatWeight(tensor=blobs[index], kind=WeightKind.LINEAR, place=index)
-        found.append(_rounded(source, _uniform(source, False, scale), "nearest"))
-    return found
+    matrices = [
+        FloatWeight(tensor=blob, kind=WeightKind.LINEAR, place=index)
+        for index, blob in enumerate(blobs)
+        if blob.ndim == 2  # the others are biases
+    ]
+    return [_rounded(source, _uniform(source, False, scale), "nearest") for source in matrices]
 
 
 def given_weights(layer: ProtoMessage, blobs: Sequence[torch.Tensor], scales: Sequence[float]) -> QuantizedWeights:
@@ -148,69 +137,55 @@ def given_weights(layer: ProtoMessage, blobs: Sequence[torch.Tensor], scales: Se
     Raises:
         CalibrationError: a weight is NaN; the message names the layer.
     """
-    try:
+    with naming(layer, CalibrationError, _REFUSED):
         return QuantizedWeights(weights=(_rounded(float_weight(layer, blobs[0]), QParams.of(scales)),))
-    except AmctError as error:
-        raise CalibrationError(
-            f'layer "{layer.name}" ({layer.type}): its weights cannot be quantized: {error}'
-        ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class IntegerLayer:
-    """A quantized layer: weights, and for each bottom the int32 bias and the accumulator scale.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Product:
+    """The sums of one input with one weight: a layer has one for each bottom, a recurrent layer one for each matrix.
 
-    Every bottom has its own scale, so the same bias has different integers for each.
+    Attributes:
+        weight: The weight, with a larger scale where the bias needs one.
+        data: The parameters of the input.
+        bias: int32; every input has its own step, so the same bias has different integers for each.
     """
 
-    weights: QuantizedWeights
-    biases: tuple[torch.Tensor, ...]
-    sum_scales: tuple[torch.Tensor, ...]
+    weight: QuantizedWeight
+    data: QParams
+    bias: torch.Tensor | None = None
 
     @property
-    def real_bias(self) -> torch.Tensor | None:
-        """The dequantized bias, of the first bottom."""
-        return dequantized_bias(self.biases[0], self.sum_scales[0]) if self.biases else None
+    def step(self) -> torch.Tensor:
+        """The step of the sums, one or one per output channel."""
+        return sum_scale(self.weight.qparams.scale, float32_tensor(self.data.step))
+
+    def real_blobs(self) -> dict[int, torch.Tensor]:
+        """The dequantized weight, and the bias behind it, by their place among the blobs of the layer."""
+        place = self.weight.source.place
+        bias = {} if self.bias is None else {place + 1: dequantized_bias(self.bias, self.step)}
+        return {place: self.weight.real(), **bias}
+
+    def may_overflow(self) -> bool:
+        """Whether the largest possible sums exceed int32."""
+        source, integers = self.weight.source, self.weight.integers
+        assert integers is not None
+        data = {"bits": self.data.bits, "offset": self.data.zero_point}
+        worst = worst_case_accumulator(integers, self.bias, kind=source.kind, groups=source.groups, **data)
+        return bool(worst.overflowing)
 
 
-def sum_scale(weight: QuantizedWeight, scale_data: float) -> torch.Tensor:
-    """The accumulator scale of a weight and its data, one or one per output channel."""
-    return step_of_sums(weight.qparams.scale, torch.tensor(scale_data, dtype=torch.float32))
-
-
-def with_bias(
-    layer: str,
-    weights: QuantizedWeights,
-    bias: torch.Tensor | None,
-    scales_data: Sequence[float],
-    *,
-    may_raise_scale: bool,
-) -> IntegerLayer:
-    """Quantize the bias for each bottom; where it exceeds int32, increase the weight scale of that channel.
-
-    Raises:
-        CalibrationError: it does not fit and the scale is user-supplied.
-    """
-    weight = weights.weights[0]
-    biases: tuple[torch.Tensor, ...] = ()
-    if bias is not None:
-        weight, biases = fitted_bias(layer, weight, bias, scales_data, may_raise_scale=may_raise_scale)
-    return IntegerLayer(
-        weights=replace(weights, weights=(weight,)),
-        biases=biases,
-        sum_scales=tuple(sum_scale(weight, scale) for scale in scales_data),
-    )
-
-
-def fitted_bias(
-    layer: str, weight: QuantizedWeight, bias: torch.Tensor, scales_data: Sequence[float], *, may_raise_scale: bool
-) -> tuple[QuantizedWeight, tuple[torch.Tensor, ...]]:
-    """The integer bias for each data scale, and the weight, with a larger scale where the bias needs one.
+def layer_products(
+    layer: str, weight: QuantizedWeight, bias: torch.Tensor | None, inputs: Sequence[QParams], *, may_raise_scale: bool
+) -> list[Product]:
+    """The products of inputs with a weight; where the bias exceeds int32, the scale of that channel is increased.
 
     Raises:
         CalibrationError: the bias exceeds int32 and the scale is user-supplied; the message names the layer.
     """
-    scales = [torch.tensor(scale, dtype=torch.float32) for scale in scales_data]
+    if bias is None:
+        return [Product(weight=weight, data=data) for data in inputs]
+    scales = [float32_tensor(data.step) for data in inputs]
     try:
         if may_raise_scale:
             fit = fit_bias(bias, weight.qparams.scale, min(scales))  # the smallest scale gives the largest integers
@@ -223,23 +198,9 @@ def fitted_bias(
                     channels,
                 )
                 weight = weight.with_scale(fit.scale_weight)
-        return weight, _biases(weight, bias, scales)
+        biases = [quantize_bias(bias, weight.qparams.scale, scale) for scale in scales]
     except AmctError as error:
         raise CalibrationError(f'layer "{layer}": {error}') from error
-
-
-def _biases(weight: QuantizedWeight, bias: torch.Tensor, scales: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The integer bias for each data scale; the first one as a reader finds it in its dequantized values."""
-    scale = weight.qparams.scale
-    first, *others = (quantize_bias(bias, scale, each) for each in scales)
-    step = step_of_sums(scale, scales[0])
-    return bias_integers(dequantized_bias(first, step), step), *others
-
-
-def may_overflow(weight: QuantizedWeight, bias: torch.Tensor | None, bits: int, offset: int) -> bool:
-    """Whether the largest possible sums exceed int32."""
-    assert weight.integers is not None
-    worst = worst_case_accumulator(
-        weight.integers, bias, kind=weight.source.kind, groups=weight.source.groups, bits=bits, offset=offset
-    )
-    return bool(worst.overflowing)
+    step = sum_scale(weight.qparams.scale, scales[0])
+    biases[0] = bias_integers(dequantized_bias(biases[0], step), step)  # as a reader finds it in its dequantized values
+    return [Product(weight=weight, data=data, bias=each) for data, each in zip(inputs, biases, strict=True)]

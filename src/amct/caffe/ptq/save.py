@@ -15,7 +15,7 @@ from amct.caffe.onnx.quant import export_net, types_with_ready_integers
 from amct.caffe.prototxt import caffe_function
 from amct.caffe.ptq.checking import PairCheck, content_digest, reference_beside
 from amct.caffe.ptq.deploy import Results
-from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
+from amct.caffe.ptq.graph import QuantGraph, Stage, caffe_record, check_graph, record_layers
 from amct.calibration import all_ranks
 from amct.calibration.record_files import progress_path, read_progress
 from amct.config.plan import config_text
@@ -27,7 +27,6 @@ from amct.export.onnx.messages import with_batch_size
 from amct.export.request import RECORD, SavePath, SaveRequest
 from amct.export.saving import save_files
 from amct.memory import give_back_freed
-from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
 from amct.model.quant_json import VERSION, LayerEntry, LayerInFile, QuantJson
 from amct.record import encode_record, read_caffe_record, validate_record
@@ -36,6 +35,7 @@ from amct.schema import format_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from pathlib import Path
 
     from amct.atomic import AnyPath
     from amct.caffe.model import CaffeModel
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from amct.export.check.checking import FileToCheck
     from amct.export.check.losses import Reference
     from amct.export.formats import Exported, ExportReport
+    from amct.model import Skip
     from amct.model.quant_json import FileCheck
     from amct.numerics.qparams import LayerQParams, Observed
 
@@ -76,18 +77,18 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     graph.need(Stage.CALIBRATING, "save_model")
     if not all_ranks().is_first:
         return
-    request = SaveRequest(
-        where=prefix_of(save_path),
-        formats=CAFFE_FORMATS[save_type],
-        record_file=graph.calibration_record,
-    )
+    where, record = prefix_of(save_path), graph.calibration_record
     give_back_freed()  # what calibration needed, more with many batches than with one
-    results = results_of(graph)
-    assert graph.calibration_record is not None
-    reference = reference_beside(graph.calibration_record, results)
-    log_layers(request, results)
-    save_files(CaffeFiles(request, results, SaveNotes.of(graph), reference=reference))
-    progress_path(graph.calibration_record).unlink(missing_ok=True)  # calibration is complete
+    save_results(results_of(graph), SaveNotes.of(graph), where, record, save_type)
+    progress_path(record).unlink(missing_ok=True)  # calibration is complete
+
+
+def save_results(results: Results, notes: SaveNotes, where: SavePath, record_file: Path, save_type: str) -> None:
+    """Write what AMCT's functions write of a model that was calibrated with a record file."""
+    request = SaveRequest(where=where, formats=CAFFE_FORMATS[save_type], record_file=record_file)
+    reference = reference_beside(record_file, results)
+    log_layers(request.formats, results)
+    save_files(CaffeFiles(request, results, notes, reference=reference))
 
 
 def prefix_of(save_path: AnyPath) -> SavePath:
@@ -117,7 +118,6 @@ def results_of(graph: QuantGraph) -> Results:
     Raises:
         RecordError: the record is incomplete or belongs to another model.
     """
-    assert graph.calibration_record is not None
     record = read_caffe_record(graph.calibration_record)
     expected = set(graph.plans())
     if not expected:
@@ -126,26 +126,42 @@ def results_of(graph: QuantGraph) -> Results:
     known = max(progress.values(), default=(0, graph.plan.batch_num))
     unfinished = {name: progress.get(name, known) for name in expected}
     validate_record(record, record_layers(graph.model, expected), progress=unfinished)
-    return results_with(graph, {name: caffe_layer_qparams(entry) for name, entry in record.items()})
-
-
-def results_with(graph: QuantGraph, layers: Mapping[str, LayerQParams]) -> Results:
-    """Build the results of a graph from the parameters of all inputs."""
-    return Results(graph.model, graph.weights, layers, config=config_text(graph.plan), equalized=graph.equalized)
+    return Results(graph.model, graph.weights, {name: caffe_layer_qparams(entry) for name, entry in record.items()})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SaveNotes:
-    """Content of ``quant.json``: the original net, the folded layers, and why layers stay float."""
+    """What ``quant.json`` says about a model beside its numbers.
+
+    Attributes:
+        original: The net as read.
+        fusion: The folded layers.
+        not_quantized: Why layers stay float.
+        config: The config as readable text.
+        equalized: The layers whose output channels were divided by factors.
+    """
 
     original: CaffeModel
     fusion: FusionReport
-    not_quantized: Mapping[str, str]
+    not_quantized: Sequence[Skip]
+    config: str = ""
+    equalized: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, graph: QuantGraph) -> SaveNotes:
         """The notes of a graph."""
-        return cls(original=graph.original, fusion=graph.fusion, not_quantized=graph.not_quantized)
+        return cls(
+            original=graph.original,
+            fusion=graph.fusion,
+            not_quantized=graph.not_quantized,
+            config=config_text(graph.plan),
+            equalized=graph.equalized,
+        )
+
+    @property
+    def skipped(self) -> tuple[Skip, ...]:
+        """Every layer that stays float and every layer that was not folded, with the reason."""
+        return (*self.not_quantized, *self.fusion.skipped)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,7 +209,7 @@ class CaffeFiles:
         pairs = [name for name in PAIRS if name in request.formats]  # one of them may be run as the simulation
         self._with_record = RECORD in request.formats
         self._with_record |= "deploy" in pairs  # the chip's converter may ask for it
-        record = [RECORD] if self._with_record or results.equalized else []
+        record = [RECORD] if self._with_record or notes.equalized else []
         onnx = [name for name in request.models if name not in PAIRS]
         self.request = replace(request, formats=(*pairs, *record, *onnx))
         self._results = results
@@ -238,11 +254,12 @@ class CaffeFiles:
     def _record_files(self) -> ExportedFiles:
         """The record as text and as bytes, and the equalized float model to which it belongs."""
         files: dict[str, Sequence[bytes | memoryview]] = {}
-        if self._results.equalized:
+        if self._notes.equalized:
             files |= pair_files("equalized", self._results.folded_model)
         if self._with_record:
-            files["quant_param_record.txt"] = [encode_record(self._results.record(), "text")]
-            files["quant_param_record.bin"] = [encode_record(self._results.record(), "binary")]
+            record = caffe_record(self._results.layers)
+            files["quant_param_record.txt"] = [encode_record(record, "text")]
+            files["quant_param_record.bin"] = [encode_record(record, "binary")]
         return ExportedFiles(files=files)
 
     @property
@@ -310,24 +327,23 @@ class CaffeFiles:
         del reports
         nets = self._nets or {"fake_quant": self._results.fake_quant()}
         notes = self._notes
-        skipped = [Skip(name, reason) for name, reason in notes.not_quantized.items()]
         return QuantJson(
             version=VERSION,
             model=notes.original.net.name,
             layers=layer_entries(nets, self._results.layers, notes),
-            skipped=(*skipped, *notes.fusion.skipped),
+            skipped=notes.skipped,
             files={},
-            config=self._results.config,
-            equalized=tuple(self._results.equalized),
+            config=notes.config,
+            equalized=notes.equalized,
             accelerated=tuple(notes.fusion.accelerated),
             proposals=self._proposals(),
             not_written={"atc": self._inference} if isinstance(self._inference, str) else {},
         )
 
 
-def log_layers(request: SaveRequest, results: Results) -> None:
+def log_layers(formats: Collection[str], results: Results) -> None:
     """Write the log files of the layers of a fake-quant model, as AMCT's functions do."""
-    if "fake_quant" in request.formats:
+    if "fake_quant" in formats:
         log.write_layer_files("amct_caffe", {name: _log_lines(each) for name, each in results.layers.items()})
 
 

@@ -7,13 +7,12 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amct.atomic import write_bytes
+from amct.atomic import AnyPath, write_bytes
 from amct.caffe.engine.graph import filter_net
 from amct.caffe.engine.upgrade import upgrade_net
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
 
     from amct.caffe.engine.messages import ProtoMessage
@@ -85,7 +84,7 @@ def draw_net(
 
 def draw_net_to_file(
     caffe_net: ProtoMessage,
-    filename: str | os.PathLike[str],
+    filename: AnyPath,
     rankdir: str = "LR",
     phase: int | None = None,
     display_lrm: bool = False,

@@ -17,11 +17,11 @@ from amct.data.images import open_image, resize
 from amct.errors import ArgumentError, FileError, ParseError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
+    from amct.atomic import AnyPath
     from amct.caffe.engine.messages import ProtoMessage
 
     FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -126,7 +126,7 @@ def datum_to_array(datum: ProtoMessage) -> AnyArray:
 # ---------------------------------------------------------------------- images
 
 
-def load_image(filename: str | os.PathLike[str], color: bool = True) -> FloatArray:
+def load_image(filename: AnyPath, color: bool = True) -> FloatArray:
     """Read an image as float32 from 0 to 1: (height, width, 3) in red, green, blue order, or (height, width, 1).
 
     Args:

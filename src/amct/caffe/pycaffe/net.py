@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overlo
 import numpy as np
 
 from amct.atomic import is_file
-from amct.caffe.engine import weights as weight_files
 from amct.caffe.engine.blob import current_device
 from amct.caffe.engine.layer import TEST, count
 from amct.caffe.engine.layers.input import MemoryData
@@ -136,16 +135,6 @@ class Net(EngineNet):
 
     def _names(self, indices: list[int]) -> list[str]:
         return [self.graph.blob_names[index] for index in indices]
-
-    @property
-    def inputs(self) -> list[str]:
-        """The tops of Input layers."""
-        return self._names(self.graph.inputs)
-
-    @property
-    def outputs(self) -> list[str]:
-        """All blobs without a reader, in alphabetical order."""
-        return self._names(self.graph.outputs)
 
     @property
     def _layer_names(self) -> list[str]:
@@ -294,12 +283,9 @@ class Net(EngineNet):
     # ------------------------------------------------------------------ weights and callbacks
 
     copy_from = EngineNet.load_weights
+    load_hdf5 = EngineNet.load_weights
     share_with = EngineNet.share_weights
     clear_param_diffs = EngineNet.clear_parameter_gradients
-
-    def load_hdf5(self, path: str) -> None:
-        """Copy weights by layer name from an HDF5 file."""
-        weight_files.load_hdf5(self.graph, path)
 
     def save(self, path: str) -> None:
         """Write a binary caffemodel."""
@@ -422,7 +408,8 @@ class RuntimeChoice:
 
     def bind(self, net: EngineNet, plan: PassPlan) -> None:
         """Find a way to repeat a plan of all layers of the net, which was just run."""
-        if not plan.bind() or not self._wants_session(net):
+        can_run = plan.bind() and self._sessions_left and current_device().type == "cpu"
+        if not can_run or not (self._is_demanded or is_small(net)):
             return
         from amct.caffe.onnx.session_pass import repeat_in_session  # onnx and onnxruntime take a while to import
 
@@ -431,22 +418,14 @@ class RuntimeChoice:
         elif not self._is_demanded:
             self._sessions_left -= 1
 
-    def _wants_session(self, net: EngineNet) -> bool:
-        if not self._sessions_left or current_device().type != "cpu":
-            return False
-        return self._is_demanded or (_has_small_convolutions(net) and _has_few_parameters(net))
 
-
-def _has_small_convolutions(net: EngineNet) -> bool:
-    """Whether the net's convolutions, of which there is one at least, are small on average, in its current shapes."""
+def is_small(net: EngineNet) -> bool:
+    """Whether a net has few parameters, and convolutions that are small on average, in its current shapes."""
     products = [
         count(net.graph.blobs[index].shape) * count(node.layer.weight_shape()[1:])
         for node in net.graph.nodes
         if isinstance(node.layer, Convolution | Deconvolution)
         for index in (node.bottoms if node.layer.transposed else node.tops)
     ]
-    return 0 < sum(products) <= SMALL_CONVOLUTION * len(products)
-
-
-def _has_few_parameters(net: EngineNet) -> bool:
-    return sum(count(blob.shape) for layer in net.layers for blob in layer.blobs) <= FEW_PARAMETERS
+    parameters = sum(count(blob.shape) for layer in net.layers for blob in layer.blobs)
+    return 0 < sum(products) <= SMALL_CONVOLUTION * len(products) and parameters <= FEW_PARAMETERS

@@ -12,8 +12,7 @@ from amct.caffe.pycaffe.net import Net
 from amct.errors import ArgumentTypeError
 
 if TYPE_CHECKING:
-    import os
-
+    from amct.atomic import AnyPath
     from amct.caffe.engine.messages import ProtoMessage
 
 
@@ -31,7 +30,7 @@ class Solver(EngineSolver):
     net: Net
     test_nets: list[Net]  # type: ignore[assignment]  # the engine's nets, made by pycaffe's class
 
-    def __init__(self, solver_file: str | os.PathLike[str], *, allow_python: bool = False) -> None:
+    def __init__(self, solver_file: AnyPath, *, allow_python: bool = False) -> None:
         self._init_from(_read(solver_file), allow_python=allow_python)
 
     def _init_from(self, parameter: ProtoMessage, *, allow_python: bool) -> None:
@@ -92,7 +91,7 @@ _CLASSES = {
 }
 
 
-def get_solver(solver_file: str | os.PathLike[str], *, allow_python: bool = False) -> Solver:
+def get_solver(solver_file: AnyPath, *, allow_python: bool = False) -> Solver:
     """The solver of a prototxt, by its ``type`` (or the old ``solver_type``).
 
     Raises:
@@ -105,7 +104,7 @@ def get_solver(solver_file: str | os.PathLike[str], *, allow_python: bool = Fals
     return solver
 
 
-def _read(solver_file: str | os.PathLike[str]) -> ProtoMessage:
+def _read(solver_file: AnyPath) -> ProtoMessage:
     if not isinstance(solver_file, (str, Path)):
         raise ArgumentTypeError(
             f"a solver is created from the path of a solver prototxt, got {type(solver_file).__name__}"

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amct.arguments import input_file, output_file
+from amct.arguments import input_file, input_files, output_file
 from amct.caffe.prototxt import caffe_function
 from amct.caffe.ptq.save import CAFFE_FORMATS, check_save_type, log_layers, prefix_of
-from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_config, write_retrain_model
-from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
-from amct.export.request import SaveRequest
+from amct.caffe.qat.insertion import RetrainFiles, write_retrain_config, write_retrain_model
+from amct.caffe.qat.save import Trained, save_trained
 
 if TYPE_CHECKING:
     from amct.atomic import AnyPath
@@ -41,8 +40,7 @@ def create_quant_retrain_config(
         ParseError, ModelError, ConfigError: a file is malformed or invalid.
     """
     output_file(config_file, "config_file")
-    input_file(model_file, "model_file")
-    input_file(weights_file, "weights_file")
+    input_files(model_file=model_file, weights_file=weights_file)
     if config_defination is not None:
         input_file(config_defination, "config_defination")
     write_retrain_config(config_file, model_file, weights_file, config_defination, custom_proto)
@@ -77,16 +75,13 @@ def create_quant_retrain_model(
         FileError: a file cannot be read or written.
         ParseError, ModelError, ConfigError: a file is malformed, invalid, or does not belong to the model.
     """
-    inputs = {"model_file": model_file, "weights_file": weights_file, "config_file": config_file}
-    outputs = {
-        "modified_model_file": modified_model_file,
-        "modified_weights_file": modified_weights_file,
-        "scale_offset_record_file": scale_offset_record_file,
-    }
-    for name, value in inputs.items():
-        input_file(value, name)
-    modified, weights, record = (output_file(value, name) for name, value in outputs.items())
-    files = RetrainFiles(config=config_file, record=record, model=modified, weights=weights)
+    input_files(model_file=model_file, weights_file=weights_file, config_file=config_file)
+    files = RetrainFiles(
+        config=config_file,
+        model=output_file(modified_model_file, "modified_model_file"),
+        weights=output_file(modified_weights_file, "modified_weights_file"),
+        record=output_file(scale_offset_record_file, "scale_offset_record_file"),
+    )
     write_retrain_model(model_file, weights_file, files, custom_proto)
 
 
@@ -120,21 +115,13 @@ def save_quant_retrain_model(
         ParseError, ModelError, ConfigError: a file is malformed, invalid, or does not belong to the model.
         RecordError: the TEST phase has not written the record.
     """
-    inputs = {"retrained_model_file": retrained_model_file, "retrained_weights_file": retrained_weights_file}
     check_save_type("save_quant_retrain_model", save_type)
     where = prefix_of(save_path)
-    for name, value in inputs.items():
-        input_file(value, name)
+    input_files(retrained_model_file=retrained_model_file, retrained_weights_file=retrained_weights_file)
     trained = Trained.read(retrained_model_file, retrained_weights_file, custom_proto)
     record_file = trained.file_of("scale_offset_record_file", scale_offset_record_file)
-    plan = retrain_plan(trained.file_of("config_file", config_file), trained.model)
+    config = trained.file_of("config_file", config_file)
     formats = CAFFE_FORMATS[save_type]
-    request = SaveRequest(
-        where=where,
-        formats=(*formats, "qdq") if "deploy" in formats else formats,
-        options=TRAINED_AS_IT_IS,
-        record_file=record_file,
-    )
-    quantized = trained_results(trained, plan, record_file)
-    log_layers(request, quantized.results)
-    save_trained(quantized, request)
+    formats = (*formats, "qdq") if "deploy" in formats else formats
+    made, _ = save_trained(trained, config, record_file, where, formats)
+    log_layers(formats, made.results)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amct import log
-from amct.arguments import input_file
+from amct.arguments import input_file, input_files
 from amct.atomic import check_writable, read_bytes, write_text
 from amct.caffe.comparing import measure_nets
 from amct.caffe.engine.layer import TEST
@@ -20,13 +20,12 @@ from amct.caffe.engine.solvers.definition import read_solver
 from amct.caffe.engine.solvers.snapshot import snapshot_names
 from amct.caffe.engine.solvers.solver import EngineSolver, evaluate
 from amct.caffe.model import read_retrained_model
-from amct.caffe.qat.insertion import RetrainFiles, retrain_plan, write_retrain_config, write_retrain_model
-from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
+from amct.caffe.qat.insertion import RetrainFiles, write_retrain_config, write_retrain_model
+from amct.caffe.qat.save import Trained, save_trained
 from amct.caffe.reporting import fused_notes, report_layers
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, TrainingError
-from amct.export.request import RECORD, SavePath, SaveRequest
+from amct.export.request import RECORD, SavePath
 from amct.log import bar
-from amct.model import Skip
 from amct.report.content import SIMULATION, Figure, TrainedClips, TrainingContent
 from amct.report.filling import ReportSubject, note_measurement, report_content, write_report
 from amct.schema import format_text
@@ -82,8 +81,7 @@ def prepare_qat(  # noqa: PLR0913 - three files, a config and where the work goe
         ArgumentError, ArgumentTypeError: An argument is invalid.
         FileError, ParseError, ModelError, ConfigError: A file cannot be read or is invalid.
     """
-    for name, value in (("model", model), ("weights", weights), ("solver", solver)):
-        input_file(value, name)
+    input_files(model=model, weights=weights, solver=solver)
     where = Path(folder)
     check_writable(where)
     files = RetrainFiles(
@@ -249,12 +247,9 @@ class CaffeRetraining:
             FileError: A file cannot be written, or there is no snapshot yet.
         """
         trained = Trained.read(self.folder / "modified_model.prototxt", self.snapshot, self._custom_proto)
-        record = self.folder / "record.txt"
-        plan = retrain_plan(self.folder / "config.json", trained.model)
-        self._trained = trained_results(trained, plan, record, self._handed_in())
-        where = SavePath.parse(path)
-        request = SaveRequest(where=where, formats=(*formats, RECORD), options=TRAINED_AS_IT_IS, record_file=record)
-        written = save_trained(self._trained, request)
+        where, config, record = SavePath.parse(path), self.folder / "config.json", self.folder / "record.txt"
+        formats, handed_in = (*formats, RECORD), self._handed_in()
+        self._trained, written = save_trained(trained, config, record, where, formats, handed_in)
         if "fake_quant" in formats:
             pair = where.file("fake_quant_model.prototxt"), where.file("fake_quant_weights.caffemodel")
             self.scores_after = self._scores(*pair)
@@ -286,8 +281,8 @@ class CaffeRetraining:
             model=notes.original.net.name or self._source[0].stem,
             layers=tuple(report_layers(fake.net, results.folded_model.weights, bits)),
             fused=tuple(fused_notes(notes.fusion.folded, ())),
-            skipped=tuple(Skip(name, reason) for name, reason in notes.not_quantized.items()),
-            config=results.config,
+            skipped=tuple(notes.not_quantized),
+            config=notes.config,
         )
         data = _own_data(self._trained.results.folded_model, self._trained.inference)
         original, listed = self._trained.handed_in, [Path(file) for file in files]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct.atomic import FileGroup, read_bytes, write_text
-from amct.caffe.engine.layers.integer import moves_values
+from amct.caffe.engine.layer import moves_values
 from amct.caffe.engine.layers.retrain import CLIP_SIZES
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import read_model, read_training_model, write_model
 from amct.caffe.prototxt import layer_infos
 from amct.caffe.ptq.folding import FusionReport, fuse_after
-from amct.caffe.ptq.graph import input_layer, taken_names, watched_blobs
+from amct.caffe.ptq.graph import input_layer, shared_inputs, taken_names
 from amct.config.plan import say_fixed_min
 from amct.config.qat.dialect import CAFFE_QAT
 from amct.model import Skip
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from amct.atomic import AnyPath
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
+    from amct.caffe.ptq.graph import Input
     from amct.config.plan import RetrainLayerPlan, RetrainPlan
-
-    Input = tuple[str, int]
-    """A layer and the index of one of its bottoms."""
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +136,7 @@ def insert_retrain_layers(
         files: The files for the options of the new layers.
     """
     inputs = _planned_inputs(tested, plans)
-    leaders = _leaders(tested, inputs)
+    leaders = shared_inputs(tested.layers, inputs)
     taken = taken_names(model)
     names: dict[Input, str] = {}
     result: list[ProtoMessage] = []
@@ -198,24 +196,6 @@ def _is_positive(blob: str, makers: Mapping[str, ProtoMessage]) -> bool:
             return all(_is_positive(each, makers) for each in maker.bottom)
         blob = maker.bottom[0]
     return False
-
-
-def _leaders(tested: CaffeModel, inputs: Mapping[str, list[CaffeUlqSettings]]) -> dict[Input, Input]:
-    """For each input that sees the values of another one with equal settings, that other input."""
-    where = watched_blobs(tested.layers, inputs)
-    watching: dict[tuple[str, CaffeUlqSettings], Input] = {}
-    for layer in tested.layers:
-        for index, settings in enumerate(inputs.get(layer.name, ())):
-            blob = layer.bottom[index]
-            if where[blob] == blob:
-                watching.setdefault((blob, settings), (layer.name, index))
-    found = {}
-    for layer in tested.layers:
-        for index, settings in enumerate(inputs.get(layer.name, ())):
-            leader = watching.get((where[layer.bottom[index]], settings))
-            if leader is not None and leader != (layer.name, index):
-                found[layer.name, index] = leader
-    return found
 
 
 def _fill_data(

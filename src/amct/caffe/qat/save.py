@@ -21,21 +21,23 @@ from amct.caffe.prototxt import remove_in_place
 from amct.caffe.ptq.checking import reference_beside, reference_on
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics
-from amct.caffe.ptq.graph import record_layers
+from amct.caffe.ptq.graph import caffe_record, record_layers
 from amct.caffe.ptq.quantized_weights import fold_quantized, quantize_weights
 from amct.caffe.ptq.save import CaffeFiles, Inference, SaveNotes
+from amct.caffe.qat.insertion import retrain_plan
 from amct.config.plan import config_text
 from amct.errors import AmctError, ModelError, RecordError
 from amct.export.request import ExportOptions, Placement, SaveRequest, Target
 from amct.export.saving import Saved, save_files
+from amct.model import Skip
 from amct.numerics.qparams import LayerQParams, QParams
 from amct.numerics.settings import ArqSettings
 from amct.printable import counted
-from amct.record import CaffeLayerRecord, CaffeRecord, diff_records, read_caffe_record, validate_record
-from amct.record.conversion import caffe_layer_qparams, caffe_layer_record
+from amct.record import diff_records, read_caffe_record, validate_record
+from amct.record.conversion import caffe_layer_qparams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -43,7 +45,9 @@ if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
     from amct.config.plan import RetrainPlan
     from amct.export.check.losses import Reference
+    from amct.export.request import SavePath
     from amct.pipeline.weights import QuantizedWeights
+    from amct.record import CaffeRecord
 
 
 logger = logging.getLogger(__name__)
@@ -102,9 +106,8 @@ class Trained:
         if given is not None:
             return Path(input_file(given, argument))
         field = {"scale_offset_record_file": "record_file_path", "config_file": "config_file_path"}[argument]
-        named = next(
-            getattr(layer.retrain_data_quant_param, field) for layer in self.retrained if layer.retrain_data_quant_param
-        )
+        options = (layer.retrain_data_quant_param for layer in self.retrained if layer.type == "RetrainDataQuant")
+        named = getattr(next(options), field)  # ``read`` has found one
         return Path(input_file(named, f"{argument} (None; {self.source[0]} names {named!r})"))
 
     def inputs(self) -> dict[str, dict[int, QParams]]:
@@ -160,14 +163,14 @@ class TrainedResults:
 
 
 def trained_results(
-    trained: Trained, plan: RetrainPlan, record_file: Path | None, handed_in: CaffeModel | None = None
+    trained: Trained, plan: RetrainPlan, record_file: Path, handed_in: CaffeModel | None = None
 ) -> TrainedResults:
     """Fold a trained model and compute its integers.
 
     Args:
         trained: The model.
         plan: Its plan.
-        record_file: The record that the TEST phase wrote, to be compared; None: it is not.
+        record_file: The record that the TEST phase wrote, to be compared.
         handed_in: The TEST phase of the float model that was handed in, by which the ONNX files are judged.
 
     Raises:
@@ -176,19 +179,17 @@ def trained_results(
     """
     weights, inputs = trained.weights(), trained.inputs()
     layers = {name: LayerQParams(inputs=data) for name, data in inputs.items()}
-    if record_file is not None:
-        layers = _with_sizes(layers, _checked_record(record_file, layers, trained))
+    written = _checked_record(record_file, layers, trained)  # the TEST phase saw the sizes of the inputs
+    layers = {name: replace(each, sizes=caffe_layer_qparams(written[name]).sizes) for name, each in layers.items()}
     folded = trained.model.copy()
     fusion = fold_quantized(folded, weights)
+    left = [layer.name for layer in folded.layers if layer.name not in layers]
+    skips = [Skip(name, plan.not_quantized.get(name, "not retrained")) for name in left]
     config = config_text(plan.deployed())
-    reasons = plan.not_quantized
-    not_quantized = {
-        layer.name: reasons.get(layer.name, "not retrained") for layer in folded.layers if layer.name not in layers
-    }
     result = TrainedResults(
-        results=Results(folded, weights, layers, config=config),
-        notes=SaveNotes(original=trained.model, fusion=fusion, not_quantized=not_quantized),
-        inference=_inference(folded, weights, layers, config),
+        results=Results(folded, weights, layers),
+        notes=SaveNotes(original=trained.model, fusion=fusion, not_quantized=skips, config=config),
+        inference=_inference(folded, weights, layers),
     )
     return result if handed_in is None else _judged(result, handed_in)
 
@@ -204,15 +205,24 @@ def _judged(trained: TrainedResults, handed_in: CaffeModel) -> TrainedResults:
     return replace(trained, inference=inference, handed_in=original)
 
 
-def save_trained(trained: TrainedResults, request: SaveRequest) -> Saved:
-    """Write the files of a trained model.
+def save_trained(
+    trained: Trained,
+    config_file: Path,
+    record_file: Path,
+    where: SavePath,
+    formats: Sequence[str],
+    handed_in: CaffeModel | None = None,
+) -> tuple[TrainedResults, Saved]:
+    """Write a trained model; returns its integers and what was written. ``handed_in`` as for ``trained_results``.
 
     Raises:
-        FileError: A file cannot be read or written.
+        FileError, ParseError, ConfigError, RecordError: A file cannot be read or written, or does not fit the model.
     """
-    results = trained.results
-    reference = _pair_reference(results, request.record_file)
-    return save_files(CaffeFiles(request, results, trained.notes, reference=reference, inference=trained.inference))
+    made = trained_results(trained, retrain_plan(config_file, trained.model), record_file, handed_in)
+    request = SaveRequest(where=where, formats=tuple(formats), options=TRAINED_AS_IT_IS, record_file=record_file)
+    reference = reference_beside(record_file, made.results)
+    files = CaffeFiles(request, made.results, made.notes, reference=reference, inference=made.inference)
+    return made, save_files(files)
 
 
 def _checked_record(path: Path, trained: Mapping[str, LayerQParams], model: Trained) -> CaffeRecord:
@@ -226,8 +236,8 @@ def _checked_record(path: Path, trained: Mapping[str, LayerQParams], model: Trai
             "test_interval above 0, and train to a test"
         )
     validate_record(record, record_layers(model.model, set(trained)))
-    own = CaffeRecord({name: _plain(name, qparams) for name, qparams in trained.items()})
-    other = CaffeRecord({name: _plain(name, caffe_layer_qparams(record[name])) for name in trained})
+    own = caffe_record({name: LayerQParams(inputs=each.inputs) for name, each in trained.items()})
+    other = caffe_record({name: LayerQParams(inputs=caffe_layer_qparams(record[name]).inputs) for name in trained})
     differences = diff_records(other, own)
     if differences:
         logger.warning(
@@ -241,18 +251,8 @@ def _checked_record(path: Path, trained: Mapping[str, LayerQParams], model: Trai
     return record
 
 
-def _plain(layer: str, qparams: LayerQParams) -> CaffeLayerRecord:
-    """The entry of the inputs of a layer, without sizes."""
-    return caffe_layer_record(layer, LayerQParams(inputs=qparams.inputs))
-
-
-def _with_sizes(layers: Mapping[str, LayerQParams], written: CaffeRecord) -> dict[str, LayerQParams]:
-    """The parameters with the sizes of the inputs that the TEST phase saw."""
-    return {name: replace(each, sizes=caffe_layer_qparams(written[name]).sizes) for name, each in layers.items()}
-
-
 def _inference(
-    model: CaffeModel, weights: dict[str, QuantizedWeights], layers: Mapping[str, LayerQParams], config: str
+    model: CaffeModel, weights: Mapping[str, QuantizedWeights], layers: Mapping[str, LayerQParams]
 ) -> Inference | str:
     """The form of the model for ATC and ONNX, or why there is none."""
     try:
@@ -260,23 +260,8 @@ def _inference(
     except AmctError as error:
         logger.warning("no atc_model.prototxt is written: the shape of the input is unknown: %s", error)
         return str(error)
-    names = {layer.name for layer in deployed.layers}
-    results = Results(
-        deployed,
-        {name: each for name, each in weights.items() if name in names},
-        {name: qparams for name, qparams in layers.items() if name in names},
-        config=config,
-    )
+    results = Results(deployed, weights, layers)
     return Inference(results=results, reference=_onnx_reference(model, results))
-
-
-def _pair_reference(results: Results, record_file: Path | None) -> Reference | None:
-    """Float and simulated outputs for a batch of the net's own data."""
-    try:
-        return reference_beside(record_file or Path(), results)
-    except AmctError as error:
-        logger.warning("the saved files are not checked: the net does not run: %s", error)
-        return None
 
 
 def _onnx_reference(model: CaffeModel, results: Results) -> Reference | None:

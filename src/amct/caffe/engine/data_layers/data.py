@@ -6,18 +6,18 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
-from amct.caffe.engine.layer import Layer, register
+from amct.caffe.engine.layer import Layer, ProtoMessage, Shape, register
 from amct.data.images import read_image, resize
 from amct.data.lmdb import LmdbReader, is_lmdb, to_bgr
 from amct.data.samples import read_image_list, read_mean
-from amct.data.stored_batches import ReadAhead
+from amct.data.stored_batches import AheadIterator
 from amct.errors import ModelError
 from amct.printable import counted
 
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from amct.caffe.engine.blob import Blob, Shape
-    from amct.caffe.engine.messages import ProtoMessage
-    from amct.data.lmdb import DatumValues
+    from amct.caffe.engine.blob import Blob
 
     Arrays = list[npt.NDArray[np.float32]]
     Picture = npt.NDArray[Any]
@@ -46,7 +44,7 @@ class Transformation:
     Args:
         parameter: The TransformationParameter.
         training: Whether the layer runs in the TRAIN phase.
-        seed: The random seed; only used if ``needs_random``.
+        seed: The random seed, for mirrors and for crops in training.
         error: Creates an error that names the layer.
 
     Raises:
@@ -72,11 +70,6 @@ class Transformation:
         self._mean_values = np.array(parameter.mean_value, np.float32)
         self._random = np.random.default_rng(seed)
         self._error = error
-
-    @staticmethod
-    def needs_random(parameter: ProtoMessage, *, training: bool) -> bool:
-        """Whether random numbers are used."""
-        return bool(parameter.mirror or (training and parameter.crop_size))
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """The shape of one image after the transformation.
@@ -144,16 +137,8 @@ class Transformation:
 DEPTH = 4
 
 
-class BatchSource(Protocol):
-    """Creates batches. It is used by the background thread only and must not refer to the layer."""
-
-    def next_batch(self) -> Arrays:
-        """The next batch, one array per top."""
-        ...
-
-
 class PrefetchLayer(Layer):
-    """A layer whose tops come from a BatchSource.
+    """A layer whose tops are read ahead in a background thread.
 
     A subclass defines ``open_source``, which checks everything that can be checked before the first batch.
     """
@@ -162,14 +147,14 @@ class PrefetchLayer(Layer):
     top_count: ClassVar[tuple[int, int | None]] = (1, 2)
     depth = DEPTH
 
-    def open_source(self) -> tuple[BatchSource, list[Shape]]:
-        """Open the data; return the source and the shapes of the tops."""
+    def open_source(self) -> tuple[Iterator[Arrays], list[Shape]]:
+        """Open the data; return endless batches, which must not refer to the layer, and the shapes of the tops."""
         raise NotImplementedError
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Open the data."""
-        source, self._shapes = self.open_source()
-        self._batches: ReadAhead[Arrays] = ReadAhead(source.next_batch, self.depth, f"read-ahead {self.name}")
+        batches, self._shapes = self.open_source()
+        self._batches: AheadIterator[Arrays] = AheadIterator(batches, self.depth)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shapes of the last batch, or of the first one."""
@@ -177,14 +162,14 @@ class PrefetchLayer(Layer):
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
         """Write the next batch to the tops."""
-        for blob, values in zip(tops, self._batches.take(), strict=True):
+        for blob, values in zip(tops, next(self._batches), strict=True):
             blob.set_tensor(torch.from_numpy(values))
         self._shapes = [blob.shape for blob in tops]
 
     def transformation(self, *, is_random: bool) -> tuple[Transformation, int]:
         """What ``transform_param`` asks for, and the seed of the source; 0 if neither uses random numbers."""
         options, where = self.parameter.transform_param, f'layer "{self.name}" ({self.type})'
-        is_random = is_random or Transformation.needs_random(options, training=self.is_training)
+        is_random = is_random or bool(options.mirror or (self.is_training and options.crop_size))
         seed = self.new_seed() if is_random else 0
 
         def error(message: str) -> ModelError:  # unlike ``self.error`` it does not refer to the layer
@@ -200,35 +185,25 @@ class PrefetchLayer(Layer):
 _LEVELDB = 0
 
 
-class _DatumBatches:
+def _datum_batches(
+    reader: LmdbReader, transformation: Transformation, *, batch_size: int, with_labels: bool, skip: int
+) -> Iterator[Arrays]:
     """Batches of Datums in the order of the keys; starts over after the last."""
-
-    def __init__(
-        self, reader: LmdbReader, transformation: Transformation, *, batch_size: int, with_labels: bool, skip: int
-    ) -> None:
-        self._transformation = transformation
-        self._batch_size = batch_size
-        self._with_labels = with_labels
-        self._datums = islice(_endless(reader, transformation.color), skip, None)
-
-    def next_batch(self) -> Arrays:
-        datums = [next(self._datums) for _ in range(self._batch_size)]
-        batch = [self._transformation.batch([datum.values for datum in datums])]
-        if self._with_labels:
-            batch.append(np.array([datum.label for datum in datums], np.float32))
-        return batch
-
-
-def _endless(reader: LmdbReader, color: bool | None) -> Iterator[DatumValues]:
+    passes = (reader.datums(color=transformation.color) for _ in repeat(None))
+    datums = islice(chain.from_iterable(passes), skip, None)
     while True:
-        yield from reader.datums(color=color)
+        some = list(islice(datums, batch_size))
+        batch = [transformation.batch([datum.values for datum in some])]
+        if with_labels:
+            batch.append(np.array([datum.label for datum in some], np.float32))
+        yield batch
 
 
 @register("Data")
 class Data(PrefetchLayer):
     """Reads an LMDB of Datums repeatedly; top 0 holds the images, top 1 (optional) the labels."""
 
-    def open_source(self) -> tuple[BatchSource, list[Shape]]:
+    def open_source(self) -> tuple[Iterator[Arrays], list[Shape]]:
         """Open the database and read its first entry."""
         options = self.parameter.data_param
         if not options.source:
@@ -243,13 +218,13 @@ class Data(PrefetchLayer):
         first = next(reader.datums(color=transformation.color))
         skip = int(np.random.default_rng(seed).integers(options.rand_skip)) if options.rand_skip else 0
         with_labels = len(self.top_blobs) > 1
-        source = _DatumBatches(
+        batches = _datum_batches(
             reader, transformation, batch_size=options.batch_size, with_labels=with_labels, skip=skip
         )
         shapes: list[Shape] = [(options.batch_size, *transformation.output_shape(first.values.shape))]
         if with_labels:
             shapes.append((options.batch_size,))
-        return source, shapes
+        return batches, shapes
 
     def _leveldb_error(self, source: str) -> ModelError:
         if is_lmdb(Path(source)):
@@ -261,43 +236,34 @@ class Data(PrefetchLayer):
         )
 
 
-class _PictureBatches:
-    """Batches of images in the order of the list, which is shuffled before each pass on request."""
+def _picture(options: ProtoMessage, name: str) -> Picture:
+    """One image, resized on request, in blue, green, red order."""
+    picture = read_image(options.root_folder + name, color=options.is_color)
+    if options.new_height:
+        picture = resize(picture, (options.new_height, options.new_width))
+    return to_bgr(picture)
 
-    def __init__(
-        self, entries: list[tuple[str, int]], options: ProtoMessage, transformation: Transformation, *, seed: int
-    ) -> None:
-        self._entries = entries
-        self._options = options
-        self._transformation = transformation
-        self._random = np.random.default_rng(seed)
-        if options.shuffle:
-            self._random.shuffle(self._entries)
-        self._next = int(self._random.integers(options.rand_skip)) if options.rand_skip else 0
 
-    def next_batch(self) -> Arrays:
+def _picture_batches(
+    entries: list[tuple[str, int]],
+    start: int,
+    options: ProtoMessage,
+    transformation: Transformation,
+    random: np.random.Generator,
+) -> Iterator[Arrays]:
+    """Batches of images in the order of the list, which is shuffled before each further pass on request."""
+    while True:
         pictures, labels = [], []
-        for _ in range(self._options.batch_size):
-            name, label = self._entries[self._next]
-            pictures.append(self.read(name))
+        for _ in range(options.batch_size):
+            name, label = entries[start]
+            pictures.append(_picture(options, name))
             labels.append(label)
-            self._next += 1
-            if self._next == len(self._entries):
-                self._next = 0
-                if self._options.shuffle:
-                    self._random.shuffle(self._entries)
-        return [self._transformation.batch(pictures), np.array(labels, np.float32)]
-
-    def peek(self) -> Picture:
-        """The first image, without advancing."""
-        return self.read(self._entries[self._next][0])
-
-    def read(self, name: str) -> Picture:
-        """One image, resized on request, in blue, green, red order."""
-        picture = read_image(self._options.root_folder + name, color=self._options.is_color)
-        if self._options.new_height:
-            picture = resize(picture, (self._options.new_height, self._options.new_width))
-        return to_bgr(picture)
+            start += 1
+            if start == len(entries):
+                start = 0
+                if options.shuffle:
+                    random.shuffle(entries)
+        yield [transformation.batch(pictures), np.array(labels, np.float32)]
 
 
 @register("ImageData")
@@ -306,7 +272,7 @@ class ImageData(PrefetchLayer):
 
     top_count = (2, 2)
 
-    def open_source(self) -> tuple[BatchSource, list[Shape]]:
+    def open_source(self) -> tuple[Iterator[Arrays], list[Shape]]:
         """Read the list and the first image."""
         options = self.parameter.image_data_param
         if not options.source:
@@ -324,6 +290,10 @@ class ImageData(PrefetchLayer):
                 f"Not enough points to skip: rand_skip {options.rand_skip}, {counted(len(entries), 'picture')}"
             )
         transformation, seed = self.transformation(is_random=bool(options.shuffle or options.rand_skip))
-        source = _PictureBatches(entries, options, transformation, seed=seed)
-        shape = transformation.output_shape(source.peek().shape)
-        return source, [(options.batch_size, *shape), (options.batch_size,)]
+        random = np.random.default_rng(seed)
+        if options.shuffle:
+            random.shuffle(entries)
+        start = int(random.integers(options.rand_skip)) if options.rand_skip else 0
+        shape = transformation.output_shape(_picture(options, entries[start][0]).shape)
+        batches = _picture_batches(entries, start, options, transformation, random)
+        return batches, [(options.batch_size, *shape), (options.batch_size,)]

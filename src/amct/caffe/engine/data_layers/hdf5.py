@@ -4,98 +4,85 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from amct.atomic import is_file, is_folder
 from amct.caffe.engine.data_layers.data import PrefetchLayer
 from amct.caffe.engine.hdf5 import Hdf5File, hdf5_library
-from amct.caffe.engine.layer import Layer, register
+from amct.caffe.engine.layer import Layer, Shape, register
 from amct.caffe.engine.weights import is_hdf5
 from amct.errors import FileError, ParseError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import numpy.typing as npt
 
-    from amct.caffe.engine.blob import Blob, Shape
-    from amct.caffe.engine.data_layers.data import Arrays, BatchSource
+    from amct.caffe.engine.blob import Blob
+    from amct.caffe.engine.data_layers.data import Arrays
 
     Rows = npt.NDArray[np.float32]
 
 logger = logging.getLogger(__name__)
 
 
-class _RowBatches:
-    """Rows of the files in order, starting over after the last; files and rows are shuffled on request."""
+def _shapes(arrays: list[Rows]) -> list[Shape]:
+    """The shape of one row of each top."""
+    return [array.shape[1:] for array in arrays]
 
-    def __init__(self, files: list[str], tops: list[str], *, batch_size: int, seed: int | None) -> None:
-        self._files = files
-        self._tops = tops
-        self._batch_size = batch_size
-        self._random = None if seed is None else np.random.default_rng(seed)
-        self._file_order = np.arange(len(files))
-        self._shuffle(self._file_order)
-        self._file = 0
-        self._row = 0
-        self._arrays = self._load()
-        self._row_order = self._new_row_order()
 
-    @property
-    def row_shapes(self) -> list[Shape]:
-        """The shape of one row of each top."""
-        return [array.shape[1:] for array in self._arrays]
+def _parts(
+    files: list[str], arrays: list[Rows], tops: list[str], shuffle: Callable[[Any], object]
+) -> Iterator[tuple[list[Rows], npt.NDArray[np.intp]]]:
+    """The arrays of one file after the other, the first ones given, each with the order of its rows; endless."""
+    place = 0
+    while True:
+        order = np.arange(len(arrays[0]))
+        shuffle(order)
+        yield arrays, order
+        if len(files) == 1:
+            continue
+        place = (place + 1) % len(files)
+        if place == 0:
+            shuffle(files)
+        before, arrays = _shapes(arrays), _load(files[place], tops)
+        if _shapes(arrays) != before:
+            raise ParseError(
+                f"{files[place]}: its rows have shapes {_shapes(arrays)}, the previous file {before}: all files of "
+                "one HDF5Data layer need the same shapes"
+            )
 
-    def next_batch(self) -> Arrays:
-        batch = [np.empty((self._batch_size, *shape), np.float32) for shape in self.row_shapes]
+
+def _row_batches(
+    parts: Iterator[tuple[list[Rows], npt.NDArray[np.intp]]], shapes: list[Shape], batch_size: int
+) -> Iterator[Arrays]:
+    """Batches of rows, which may come from several parts."""
+    arrays, order = next(parts)
+    while True:
+        batch = [np.empty((batch_size, *shape), np.float32) for shape in shapes]
         filled = 0
-        while filled < self._batch_size:
-            if self._row == len(self._row_order):
-                self._next_file()
-            count = min(self._batch_size - filled, len(self._row_order) - self._row)
-            rows = self._row_order[self._row : self._row + count]
-            for target, array in zip(batch, self._arrays, strict=True):
-                target[filled : filled + count] = array[rows]
-            filled += count
-            self._row += count
-        return batch
+        while filled < batch_size:
+            if not len(order):
+                arrays, order = next(parts)
+            rows, order = np.split(order, [batch_size - filled])
+            for target, array in zip(batch, arrays, strict=True):
+                target[filled : filled + len(rows)] = array[rows]
+            filled += len(rows)
+        yield batch
 
-    def _next_file(self) -> None:
-        self._row = 0
-        if len(self._files) > 1:
-            self._file += 1
-            if self._file == len(self._files):
-                self._file = 0
-                self._shuffle(self._file_order)
-            before = self.row_shapes
-            self._arrays = self._load()
-            if self.row_shapes != before:
-                path = self._files[self._file_order[self._file]]
-                raise ParseError(
-                    f"{path}: its rows have shapes {self.row_shapes}, the previous file {before}: all files of "
-                    "one HDF5Data layer need the same shapes"
-                )
-        self._row_order = self._new_row_order()
 
-    def _new_row_order(self) -> npt.NDArray[np.intp]:
-        order = np.arange(len(self._arrays[0]))
-        self._shuffle(order)
-        return order
-
-    def _shuffle(self, order: npt.NDArray[np.intp]) -> None:
-        if self._random is not None:
-            self._random.shuffle(order)
-
-    def _load(self) -> list[Rows]:
-        path = self._files[self._file_order[self._file]]
-        logger.debug("Loading HDF5 file: %s", path)
-        arrays = read_datasets(path, self._tops)
-        lengths = {name: len(array) for name, array in zip(self._tops, arrays, strict=True)}
-        if len(set(lengths.values())) > 1:
-            raise ParseError(f"{path}: all datasets must have the same number of rows, got {lengths}")
-        if not len(arrays[0]):
-            raise ParseError(f'{path}: dataset "{self._tops[0]}" is empty')
-        return arrays
+def _load(path: str, tops: list[str]) -> list[Rows]:
+    """The datasets of a file, which have as many rows each."""
+    logger.debug("Loading HDF5 file: %s", path)
+    arrays = read_datasets(path, tops)
+    lengths = {name: len(array) for name, array in zip(tops, arrays, strict=True)}
+    if len(set(lengths.values())) > 1:
+        raise ParseError(f"{path}: all datasets must have the same number of rows, got {lengths}")
+    if not len(arrays[0]):
+        raise ParseError(f'{path}: dataset "{tops[0]}" is empty')
+    return arrays
 
 
 def read_datasets(path: str, names: list[str]) -> list[Rows]:
@@ -136,7 +123,7 @@ class HDF5Data(PrefetchLayer):
 
     top_count = (1, None)
 
-    def open_source(self) -> tuple[BatchSource, list[Shape]]:
+    def open_source(self) -> tuple[Iterator[Arrays], list[Shape]]:
         """Read the list and load the first file."""
         options = self.parameter.hdf5_data_param
         if self.parameter.HasField("transform_param"):
@@ -154,9 +141,12 @@ class HDF5Data(PrefetchLayer):
             raise FileError(f"Failed to open source file: {options.source}: {reason}") from error
         if not files:
             raise self.error(f"Must have at least 1 HDF5 filename listed in {options.source}")
-        seed = self.new_seed() if options.shuffle else None
-        source = _RowBatches(files, list(self.parameter.top), batch_size=options.batch_size, seed=seed)
-        return source, [(options.batch_size, *shape) for shape in source.row_shapes]
+        shuffle = np.random.default_rng(self.new_seed()).shuffle if options.shuffle else lambda _: None
+        shuffle(files)
+        tops = list(self.parameter.top)
+        first = _load(files[0], tops)
+        batches = _row_batches(_parts(files, first, tops, shuffle), _shapes(first), options.batch_size)
+        return batches, [(options.batch_size, *shape) for shape in _shapes(first)]
 
 
 _DATASETS = ("data", "label")

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from amct.caffe.engine.blob import current_device
-from amct.caffe.engine.layer import Layer, canonical_axis, register
-from amct.caffe.engine.layers.tensor_math import TensorOperator
+from amct.caffe.engine.layer import Activation, Layer, Place, ProtoMessage, Shape, Tensors, register
 from amct.numerics.fold import ChannelAffine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.layer import Activation
-    from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.engine.onnx_place import Place
+    from collections.abc import Callable
 
 
 class Elementwise(Layer):
     """top = function(bottom), applied to each value; the shape stays."""
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """function(bottom)."""
         return [self.function(bottoms[0])]
 
@@ -34,18 +28,27 @@ class Elementwise(Layer):
         raise NotImplementedError
 
 
-#: Functions without options, by layer type: torch's function, and the ONNX operator.
-_PLAIN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
-    "TanH": (torch.tanh, "Tanh"),
-    "Hswish": (functional.hardswish, "HardSwish"),
-    "HardSwish": (functional.hardswish, "HardSwish"),
-    "HSwish": (functional.hardswish, "HardSwish"),
-    "Sqrt": (torch.sqrt, "Sqrt"),
-    "Ceil": (torch.ceil, "Ceil"),
-    "Sign": (torch.sign, "Sign"),
-    "Cos": (torch.cos, "Cos"),
-    "Sin": (torch.sin, "Sin"),
-    "Erf": (torch.erf, "Erf"),
+def _softplus(bottom: torch.Tensor) -> torch.Tensor:
+    """max(x, 0) + log(1 + exp(-|x|)), which does not overflow; the gradient is sigmoid(x) (Caffe clips x at 50)."""
+    positive = torch.maximum(bottom, bottom.new_zeros(()))  # unlike clamp, its gradient at 0 is 0.5
+    return positive + torch.log1p(torch.exp(-bottom.abs()))
+
+
+SIX = 6.0
+#: Functions without options, by layer type: torch's function, the ONNX operator and its attributes.
+_PLAIN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, dict[str, Any]]] = {
+    "TanH": (torch.tanh, "Tanh", {}),
+    "Hswish": (functional.hardswish, "HardSwish", {}),
+    "HardSwish": (functional.hardswish, "HardSwish", {}),
+    "HSwish": (functional.hardswish, "HardSwish", {}),
+    "HSigmoid": (functional.hardsigmoid, "HardSigmoid", {"alpha": 1 / SIX, "beta": 0.5}),  # with MobileNet's slope
+    "BNLL": (_softplus, "Softplus", {}),
+    "Sqrt": (torch.sqrt, "Sqrt", {}),
+    "Ceil": (torch.ceil, "Ceil", {}),
+    "Sign": (torch.sign, "Sign", {}),
+    "Cos": (torch.cos, "Cos", {}),
+    "Sin": (torch.sin, "Sin", {}),
+    "Erf": (torch.erf, "Erf", {}),
 }
 
 
@@ -53,12 +56,23 @@ _PLAIN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 class Plain(Elementwise):
     """A function without options, that of the layer's type."""
 
+    def setup(self, bottoms: list[Shape]) -> None:
+        self._function, self._operator, self._attributes = _PLAIN[self.type]
+
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        return _PLAIN[self.type][0](bottom)
+        return self._function(bottom)
 
     def to_onnx(self, place: Place) -> None:
         """The ONNX operator of the same function."""
-        place.top(_PLAIN[self.type][1], place.bottom)
+        place.top(self._operator, place.bottom, **self._attributes)
+
+
+def _write_relu(place: Place, tensor: str, slope: float) -> None:
+    """Relu, or LeakyRelu if the slope is not 0."""
+    if slope:
+        place.top("LeakyRelu", tensor, alpha=float(slope))
+    else:
+        place.top("Relu", tensor)
 
 
 @register("ReLU")
@@ -85,11 +99,7 @@ class ReLU(Elementwise):
         return ("leaky_relu", (self.slope,)) if self.slope != 0 else ("relu", ())
 
     def to_onnx(self, place: Place) -> None:
-        """Relu, or LeakyRelu if negative_slope is not 0."""
-        if self.slope:
-            place.top("LeakyRelu", place.bottom, alpha=self.slope)
-        else:
-            place.top("Relu", place.bottom)
+        _write_relu(place, place.bottom, self.slope)
 
 
 @register("Sigmoid")
@@ -129,19 +139,6 @@ class AbsVal(Elementwise):
 
     def to_onnx(self, place: Place) -> None:
         place.top("Abs", place.bottom)
-
-
-@register("BNLL")
-class BNLL(Elementwise):
-    """y = log(1 + exp(x))."""
-
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """max(x, 0) + log(1 + exp(-|x|)), which does not overflow; the gradient is sigmoid(x) (Caffe clips x at 50)."""
-        positive = torch.maximum(bottom, bottom.new_zeros(()))  # unlike clamp, its gradient at 0 is 0.5
-        return positive + torch.log1p(torch.exp(-bottom.abs()))
-
-    def to_onnx(self, place: Place) -> None:
-        place.top("Softplus", place.bottom)
 
 
 @register("Swish")
@@ -267,7 +264,7 @@ class PReLU(Layer):
             )
         return [bottoms[0]]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """max(x, 0) + a * min(x, 0)."""
         slopes = parameters[0]
         return [torch.prelu(bottoms[0], slopes.reshape(1) if self.shared else slopes)]
@@ -276,9 +273,6 @@ class PReLU(Layer):
         """PRelu; slopes per channel are reshaped to (C, 1, ...)."""
         behind = 0 if self.shared else len(place.bottom_dims[0]) - 2
         place.top("PRelu", place.bottom, place.parameter(0, "slope", (self.blobs[0].count, *(1,) * behind)))
-
-
-SIX = 6.0
 
 
 @register("ReLU6")
@@ -307,18 +301,6 @@ class ReLU6(Elementwise):
         limited = place.step("limited", "Clip", place.bottom, *limits)
         negative = place.step("negative", "Min", place.bottom, limits[0])
         place.top("Add", limited, place.step("sloped", "Mul", negative, place.value("slope", float(self.slope))))
-
-
-@register("HSigmoid")
-class HSigmoid(Elementwise):
-    """y = min(max(x + 3, 0), 6) / 6, as in MobileNet v3."""
-
-    def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        return functional.hardsigmoid(bottom)
-
-    def to_onnx(self, place: Place) -> None:
-        """HardSigmoid with MobileNet's slope."""
-        place.top("HardSigmoid", place.bottom, alpha=1 / SIX, beta=0.5)
 
 
 @register("Mish")
@@ -356,16 +338,18 @@ class RReLU(Elementwise):
 
 
 @register("CReLU")
-class CReLU(TensorOperator):
+class CReLU(Layer):
     """ReLU of x and ReLU of -x, concatenated along ``concat_axis``; leaky with ``negative_slope``."""
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    allows_in_place = False
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape with twice the size along the axis."""
         shape = list(bottoms[0])
-        shape[canonical_axis(self.parameter.crelu_param.concat_axis, len(shape), self.name)] *= 2
+        shape[self.canonical_axis(self.parameter.crelu_param.concat_axis, len(shape))] *= 2
         return [tuple(shape)]
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """ReLU(concat(x, -x))."""
         options = self.parameter.crelu_param
         both = torch.cat([bottoms[0], -bottoms[0]], options.concat_axis)
@@ -376,10 +360,7 @@ class CReLU(TensorOperator):
         options = self.parameter.crelu_param
         opposite = place.step("opposite", "Neg", place.bottom)
         both = place.step("both", "Concat", place.bottom, opposite, axis=int(options.concat_axis))
-        if options.negative_slope:
-            place.top("LeakyRelu", both, alpha=float(options.negative_slope))
-        else:
-            place.top("Relu", both)
+        _write_relu(place, both, options.negative_slope)
 
 
 NATURAL = -1.0

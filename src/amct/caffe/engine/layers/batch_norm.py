@@ -13,8 +13,8 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
-from amct.atomic import open_write
-from amct.caffe.engine.layer import Layer, canonical_axis, register
+from amct.atomic import AnyPath, open_write
+from amct.caffe.engine.layer import Layer, Place, ProtoMessage, Shape, Tensors, register
 from amct.caffe.engine.messages import new_message
 from amct.caffe.engine.wire import blob_parts, layer_parts
 from amct.calibration import all_ranks
@@ -22,12 +22,10 @@ from amct.calibration.ranks import Meeting, fingerprint
 from amct.numerics.fold import ChannelAffine
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
-    from amct.caffe.engine.blob import Blob, Shape
-    from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.engine.onnx_place import Dims, Place
+    from amct.caffe.engine.blob import Blob
+    from amct.caffe.engine.onnx_place import Dims
 
 
 STATISTICS = 3
@@ -79,7 +77,7 @@ class BatchNorm(Layer):
         factor = 1.0 / torch.sqrt(variance.double() + self.eps)
         return ChannelAffine(factor, -mean.double() * factor)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Normalize; with batch statistics also update the moving averages."""
         bottom = bottoms[0]
         shape = (1, -1) + (1,) * (bottom.dim() - 2) if bottom.dim() > 1 else (1,)
@@ -88,10 +86,7 @@ class BatchNorm(Layer):
             assert affine is not None, "use_global is set"
             factor, addend = (part.to(bottom).reshape(shape) for part in (affine.multiplier, affine.addend))
             return [torch.addcmul(addend, bottom, factor)]
-        axes = [0, *range(2, bottom.dim())] if bottom.dim() > 1 else [0]
-        mean = bottom.mean(axes, keepdim=True)
-        centred = bottom - mean
-        variance = (centred * centred).mean(axes, keepdim=True)
+        centred, mean, variance = _moments(bottom)
         self._collect(mean.detach(), variance.detach(), bottom.numel() // self.channels)
         return [centred / torch.sqrt(variance + self.eps)]
 
@@ -121,10 +116,18 @@ class BatchNorm(Layer):
         place.top("BatchNormalization", place.bottom, *values, epsilon=float(self.eps))
 
 
+def _moments(bottom: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The bottom minus its mean along each channel, the mean and the variance."""
+    axes = [axis for axis in range(bottom.dim()) if axis != 1]
+    mean = bottom.mean(axes, keepdim=True)
+    centred = bottom - mean
+    return centred, mean, (centred * centred).mean(axes, keepdim=True)
+
+
 logger = logging.getLogger(__name__)
 
 
-def dump_path(folder: str | os.PathLike[str], layer: str) -> Path:
+def dump_path(folder: AnyPath, layer: str) -> Path:
     """The caffemodel to which the recomputed statistics of one layer are written."""
     return Path(folder) / f"{quote(layer, safe='')}.caffemodel"
 
@@ -193,8 +196,7 @@ class UpdatingBatchNorm(BatchNorm):
         layer = new_message("LayerParameter", name=self.name, type="BatchNorm")
         blobs = [blob_parts(blob.shape, blob.tensor.detach().cpu().contiguous().numpy()) for blob in self.blobs]
         with open_write(dump_path(options.dump_dir, self.name)) as file:
-            for part in layer_parts(layer.SerializeToString(), blobs):
-                file.write(part)
+            file.writelines(layer_parts(layer.SerializeToString(), blobs))
 
 
 INFERENCE = 1
@@ -280,16 +282,13 @@ class BN(Layer):
             return None
         return bn_affine(self.parameter, [blob.tensor for blob in self.blobs])
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Normalize, scale and shift."""
         bottom = bottoms[0]
         shape = (1, -1) + (1,) * (bottom.dim() - 2)
         scale, shift = (each.reshape(shape) for each in parameters[:SCALE_AND_SHIFT])
         if self.batch_statistics:
-            axes = [0, *range(2, bottom.dim())]
-            mean = bottom.mean(axes, keepdim=True)
-            centred = bottom - mean
-            variance = (centred * centred).mean(axes, keepdim=True)
+            centred, mean, variance = _moments(bottom)
             self._collect(mean.detach(), variance.detach())
             tops = [torch.addcmul(shift, centred / torch.sqrt(variance + self.eps), scale), mean, variance]
             return [tops[0], *(top.reshape(1, -1, 1, 1) for top in tops[1 : len(self.top_blobs)])]
@@ -341,7 +340,7 @@ class _Broadcast(Layer):
             return bottoms[1]
         if num_axes < -1:
             raise self.error(f"num_axes must be non-negative, or -1 to extend to the end of bottom[0], got {num_axes}")
-        start = canonical_axis(self.options.axis, len(bottoms[0]), self.name)
+        start = self.canonical_axis(self.options.axis, len(bottoms[0]))
         if num_axes == -1:
             return bottoms[0][start:]
         if start + num_axes > len(bottoms[0]):
@@ -354,7 +353,7 @@ class _Broadcast(Layer):
         """The bottom's shape; also computes the shape that broadcasts the operand over the bottom."""
         shape, operand = bottoms[0], bottoms[1] if len(bottoms) > 1 else self.blobs[0].shape
         # A scalar may be applied to a bottom of any number of axes.
-        start = 0 if not operand else canonical_axis(self.options.axis, len(shape), self.name)
+        start = 0 if not operand else self.canonical_axis(self.options.axis, len(shape))
         if shape[start : start + len(operand)] != operand:
             raise self.error(f"dimension mismatch: bottom shape {shape} from axis {start} against {operand}")
         self.broadcast = (1,) * start + operand + (1,) * (len(shape) - start - len(operand))
@@ -374,7 +373,7 @@ class _Broadcast(Layer):
     def operand_dims(self, place: Place) -> Dims:
         """The shape in which a second bottom broadcasts to the first in ONNX."""
         operand = place.bottom_dims[1]
-        start = 0 if not operand else canonical_axis(self.options.axis, len(self.broadcast), self.name)
+        start = 0 if not operand else self.canonical_axis(self.options.axis, len(self.broadcast))
         return (1,) * start + tuple(operand) + (1,) * (len(self.broadcast) - start - len(operand))
 
 
@@ -391,7 +390,7 @@ class Scale(_Broadcast):
         if options.bias_term:
             self.add_parameter(operand, options.bias_filler)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Return x * scale (+ bias)."""
         scale = (bottoms[1] if len(bottoms) > 1 else parameters[0]).reshape(self.broadcast)
         if not self.options.bias_term:
@@ -426,7 +425,7 @@ class Bias(_Broadcast):
         if len(bottoms) == 1:
             self.add_parameter(operand, options.filler)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Return x + bias."""
         return [bottoms[0] + (bottoms[1] if len(bottoms) > 1 else parameters[0]).reshape(self.broadcast)]
 

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
-from amct.caffe.engine.layer import Layer, canonical_axis, count, register, require_same_shape
-from amct.caffe.engine.onnx_place import BOOL, INT64, Place, fixed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.layer import AutogradContext
-    from amct.caffe.engine.messages import ProtoMessage
+from amct.caffe.engine.layer import AutogradContext, Layer, Place, ProtoMessage, Shape, Tensors, count, register
+from amct.caffe.engine.onnx_place import BOOL, INT64, fixed
 
 
 @register("Split")
@@ -32,7 +24,7 @@ class Split(Layer):
         """The bottom's shape for each top."""
         return [bottoms[0]] * len(self.top_blobs)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Views of the bottom, without a copy."""
         bottom = bottoms[0]
         if not bottom.requires_grad:
@@ -50,7 +42,7 @@ def _read_axis(layer: Layer, options: ProtoMessage, old_name: str, shape: Shape)
     if options.HasField("axis") and options.HasField(old_name):
         raise layer.error(f"Either axis or {old_name} should be specified; not both")
     axis = getattr(options, old_name) if options.HasField(old_name) else options.axis
-    return canonical_axis(axis, len(shape), layer.name)
+    return layer.canonical_axis(axis, len(shape))
 
 
 @register("Concat")
@@ -80,7 +72,7 @@ class Concat(Layer):
                 )
         return [(*first[:axis], sum(shape[axis] for shape in bottoms), *first[axis + 1 :])]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         return [torch.cat(bottoms, self.axis)]
 
     def to_onnx(self, place: Place) -> None:
@@ -123,7 +115,7 @@ class Slice(Layer):
             self.sizes = [total // tops] * tops
         return [(*shape[: self.axis], size, *shape[self.axis + 1 :]) for size in self.sizes]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Copies, because a later in-place layer must not change the bottom."""
         return [piece.clone() for piece in torch.split(bottoms[0], self.sizes, self.axis)]
 
@@ -147,10 +139,10 @@ class Tile(Layer):
         options, shape = self.parameter.tile_param, bottoms[0]
         if options.tiles <= 0:
             raise self.error(f"Number of tiles must be positive, got {options.tiles}")
-        self.axis = canonical_axis(options.axis, len(shape), self.name)
+        self.axis = self.canonical_axis(options.axis, len(shape))
         return [(*shape[: self.axis], shape[self.axis] * options.tiles, *shape[self.axis + 1 :])]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         times = [1] * bottoms[0].dim()
         times[self.axis] = self.parameter.tile_param.tiles
         return [bottoms[0].repeat(times)]
@@ -206,11 +198,10 @@ class Eltwise(Layer):
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottoms' common shape."""
-        for index, shape in enumerate(bottoms[1:], 1):
-            require_same_shape(bottoms[0], shape, self.name, index)
+        self.require_same_shapes(bottoms)
         return [bottoms[0]]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Combine the bottoms from first to last."""
         if self.operation == SUM:
             return [self._sum(bottoms)]
@@ -224,7 +215,7 @@ class Eltwise(Layer):
                 result = torch.maximum(result, other)
         return [result]
 
-    def _sum(self, bottoms: list[torch.Tensor]) -> torch.Tensor:
+    def _sum(self, bottoms: Tensors) -> torch.Tensor:
         first = self.coefficients[0]
         if len(bottoms) == 1:
             return torch.mul(bottoms[0], first)
@@ -274,7 +265,7 @@ class BatchReindex(Layer):
             raise self.error(f"the second bottom must be a list of indices, got shape {bottoms[1]}")
         return [(bottoms[1][0], *bottoms[0][1:])]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Select the samples."""
         index = bottoms[1].detach().to(torch.int64)
         if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < bottoms[0].shape[0]):
@@ -312,7 +303,7 @@ class Filter(Layer):
         self.no_gradient = (len(values),)
         return values
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Select the samples."""
         kept = bottoms[-1].detach().reshape(-1).nonzero().reshape(-1)
         return [bottom.index_select(0, kept) for bottom in bottoms[:-1]]
@@ -336,6 +327,6 @@ class Silence(Layer):
         """No tops."""
         return []
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Do nothing."""
         return []

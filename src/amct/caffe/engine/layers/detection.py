@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from amct.caffe.engine.layer import Layer, count, register, require_image
-from amct.caffe.engine.onnx_place import Place, fixed
+from amct.caffe.engine.layer import Layer, Place, ProtoMessage, Shape, Tensors, count, register
+from amct.caffe.engine.onnx_place import fixed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.messages import ProtoMessage
 
 
 #: SSD's adaptive suppression (eta < 1) does not reduce a threshold below this value.
@@ -159,11 +156,11 @@ class PriorBox(Layer):
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(1, 2, boxes * 4)."""
         for shape in bottoms:
-            require_image(shape, self.name)
+            self.require_image(shape)
         height, width = bottoms[0][2:]
         return [(1, 2, height * width * len(self.shapes) * CORNERS)]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """The boxes, which depend on the bottoms' shapes only; cached until these change."""
         feature, picture = (tuple(bottom.shape[2:]) for bottom in bottoms)
         result = self.derived("boxes", [], lambda: self._boxes(feature, picture), (feature, picture))
@@ -194,6 +191,14 @@ class PriorBox(Layer):
 
 CORNER, CENTER_SIZE, CORNER_SIZE = 1, 2, 3
 COLUMNS = 7
+
+
+def detections(rows: list[list[float]], pictures: int) -> torch.Tensor:
+    """Rows of image, class, score, xmin, ymin, xmax, ymax as (1, 1, N, 7); without any one per image, of -1."""
+    nothing = [[picture] + [-1.0] * (COLUMNS - 1) for picture in range(pictures)]
+    return torch.tensor(rows or nothing, dtype=torch.float32).reshape(1, 1, -1, COLUMNS)
+
+
 #: Detections of one image: class -> (score, index of the box), best first.
 Found: TypeAlias = dict[int, list[tuple[float, int]]]
 
@@ -243,7 +248,7 @@ class DetectionOutput(Layer):
             )
         return [(1, 1, 1, COLUMNS)]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """For each image: decode the boxes, suppress overlapping ones, keep the best."""
         pictures = bottoms[0].shape[0]
         locations = bottoms[0].detach().reshape(pictures, self.boxes, self.location_classes, CORNERS)
@@ -264,9 +269,7 @@ class DetectionOutput(Layer):
             for label in sorted(found):
                 boxes = decoded[:, 0 if self.location_classes == 1 else label]
                 rows += [[picture, label, score, *boxes[index].tolist()] for score, index in found[label]]
-        if not rows:
-            rows = [[picture] + [-1.0] * (COLUMNS - 1) for picture in range(pictures)]
-        return [torch.tensor(rows, dtype=torch.float32).reshape(1, 1, -1, COLUMNS)]
+        return [detections(rows, pictures)]
 
     def _detect(self, decoded: torch.Tensor, scores: torch.Tensor) -> Found:
         """The boxes of each class that remain after non-maximum suppression."""
@@ -342,7 +345,7 @@ class _YoloOutput(Layer):
         """(1, 1, 1, 7); forward sets the real number of rows."""
         channels = self.boxes * (BOX_AND_OBJECT + self.classes)
         for shape in bottoms:
-            require_image(shape, self.name)
+            self.require_image(shape)
             if shape[1] != channels or shape[2] != shape[3] or shape[0] != bottoms[0][0]:
                 raise self.error(
                     f"{self.boxes} boxes of {self.classes} classes need bottoms of {channels} channels, as high as "
@@ -358,15 +361,13 @@ class _YoloOutput(Layer):
         """Row, class and score of each detection, from objectness and class outputs (rows, 1 + classes)."""
         raise NotImplementedError
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """For each image: decode the boxes, sort by score, suppress."""
         pictures = bottoms[0].shape[0]
         rows = [row for picture in range(pictures) for row in self._picture(bottoms, picture)]
-        if not rows:
-            rows = [[picture] + [-1.0] * (COLUMNS - 1) for picture in range(pictures)]
-        return [torch.tensor(rows, dtype=torch.float32).reshape(1, 1, -1, COLUMNS)]
+        return [detections(rows, pictures)]
 
-    def _picture(self, bottoms: list[torch.Tensor], picture: int) -> list[list[float]]:
+    def _picture(self, bottoms: Tensors, picture: int) -> list[list[float]]:
         decoded = [self._decode(index, bottom.detach()[picture]) for index, bottom in enumerate(bottoms)]
         boxes = torch.cat([corners for corners, _ in decoded])
         places, labels, scores = self.detections(torch.cat([outputs for _, outputs in decoded]))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct import log
 from amct.atomic import is_file, read_bytes, replace_fleeting
-from amct.caffe.engine.layer import Layer, register
+from amct.caffe.engine.layer import IMAGE_BLOB_AXES, Layer, Shape, Tensors, register
 from amct.calibration import ALONE, CalibrationSession, RecordFiles, Stream, all_ranks, make_observer
 from amct.calibration.record_files import progress_path
 from amct.calibration.session import INPUT
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from amct.caffe.engine.blob import Shape
     from amct.calibration import CalibrationResult, Ranks
     from amct.config.plan import LayerPlan
     from amct.numerics.observer import Observer, TensorObserver
@@ -58,9 +57,6 @@ _WEIGHTS = re.compile(
 )
 
 
-_IMAGE_AXES = 4
-
-
 def caffe_stream(index: int) -> str:
     """The name of the stream of one bottom of a layer."""
     return f"{INPUT} {index}"
@@ -74,7 +70,7 @@ def observed_inputs(result: CalibrationResult) -> dict[str, LayerQParams]:
         shapes = {numbers[name]: result.shapes[layer][name] for name in found}
         layers[layer] = LayerQParams(
             inputs={numbers[name]: each for name, each in found.items()},
-            sizes={number: shape[1:] for number, shape in shapes.items() if len(shape) == _IMAGE_AXES},
+            sizes={number: shape[1:] for number, shape in shapes.items() if len(shape) == IMAGE_BLOB_AXES},
         )
     return layers
 
@@ -130,9 +126,9 @@ class IFMR(Layer):
         if file and sharing[-1] is self:
             ranks = all_ranks()
             ranks.need_a_batch_each(max(layer.options.batch_num for layer in sharing))
-            start_session(sharing, record_file=file, inputs=_plain_inputs(layers), ranks=ranks)
+            start_session(sharing, file=_RecordFile(file, _plain_inputs(layers)), ranks=ranks)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Let the session observe the bottom, and return it."""
         session, bottom = self.session, bottoms[0]
         if session is None:
@@ -238,8 +234,7 @@ def start_session(
     *,
     plans: Mapping[str, LayerPlan] = MappingProxyType({}),
     tensors: Mapping[str, TensorObserver] | None = None,
-    record_file: str = "",
-    inputs: Collection[str] = (),
+    file: _RecordFile | None = None,
     ranks: Ranks = ALONE,
 ) -> CalibrationSession:
     """Start the session shared by the IFMR layers of a net.
@@ -248,8 +243,7 @@ def start_session(
         layers: the IFMR layers, in the order of the net.
         plans: the settings by observed layer, for layers of a net in memory.
         tensors: observers of blobs between layers.
-        record_file: the file for the factors; empty: the factors are only in the session's result.
-        inputs: the input blobs of the net; their first batch is kept beside the record file, if IFMR layers see them.
+        file: the file for the factors; None: the factors are only in the session's result.
         ranks: the processes that calibrate together; the first one writes.
 
     Raises:
@@ -258,67 +252,50 @@ def start_session(
     """
     by_name = {layer.name: layer for layer in layers}
     streams = [stream for layer in layers for stream in layer.streams(by_name, plans)]
-    if record_file:
-        file = _RecordFile(record_file, _KeptInputs(inputs))
-        for layer in layers:
-            layer.file = file
-        calls: dict[str, Any] = {}
-        if ranks.is_first:
-            calls = {"on_progress": file.note, "on_end": file.complete}
-        if ranks.is_alone:
-            calls["on_ready"] = file.write
-        session = CalibrationSession(streams, tensors=tensors, ranks=ranks, **calls)
-    else:
-        session = CalibrationSession(streams, tensors=tensors, ranks=ranks)
+    calls = {} if file is None else file.calls(ranks)
+    session = CalibrationSession(streams, tensors=tensors, ranks=ranks, **calls)
     for layer in layers:
-        layer.session = session
+        layer.session, layer.file = session, file
     return session
 
 
-class _KeptInputs:
-    """The input blobs of the first batch, kept for the check of the saved files."""
+class _RecordFile:
+    """The record file of a calibration, its progress file, and the first batch for the check of the saved files.
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._missing = set(names)
-        self._alone = len(self._missing) == 1
-        self._found: dict[str, NDArray[Any]] = {}
+    Args:
+        path: The record.
+        inputs: The input blobs of the net; they are kept if IFMR layers see all of them.
+    """
+
+    def __init__(self, path: str, inputs: Collection[str]) -> None:
+        self.path = path
+        self._missing, self._one_input = set(inputs), len(inputs) == 1
+        self._batch: dict[str, NDArray[Any]] = {}
+        self._is_checked = self._is_logging = False
+
+    def calls(self, ranks: Ranks) -> dict[str, Any]:
+        """What a session of these processes calls: the first one writes."""
+        calls: dict[str, Any] = {"on_progress": self.note, "on_end": self.complete} if ranks.is_first else {}
+        return {**calls, "on_ready": self.write} if ranks.is_alone else calls
 
     def see(self, name: str, tensor: torch.Tensor) -> None:
         """Keep the first tensor of an input blob within the limit of memory; of an only input, its first samples."""
+        if not self._is_logging:  # once for all layers: it looks up the log file and its levels
+            log.start("amct_caffe")
+            self._is_logging = True
         if name not in self._missing:
             return
         self._missing.remove(name)
-        self._found[name] = tensor.detach().cpu().numpy()
-        kept = kept_inputs(self._found, divisible=self._alone)
-        self._found = kept or {}
+        self._batch[name] = tensor.detach().cpu().numpy()
+        kept = kept_inputs(self._batch, divisible=self._one_input)
+        self._batch = kept or {}
         if kept is None:
             self._missing.clear()
 
-    def batch(self) -> dict[str, NDArray[Any]] | None:
-        """All inputs; None if IFMR layers did not see them all, or they are too large."""
-        return None if self._missing or not self._found else self._found
-
-
-@dataclass
-class _RecordFile:
-    """The record file of a calibration, its progress file and the kept batch."""
-
-    path: str
-    kept: _KeptInputs
-    is_checked: bool = False
-    is_logging: bool = False
-
-    def see(self, name: str, tensor: torch.Tensor) -> None:
-        """Receive what an IFMR layer sees, before the session does."""
-        if not self.is_logging:  # once for all layers: it looks up the log file and its levels
-            log.start("amct_caffe")
-            self.is_logging = True
-        self.kept.see(name, tensor)
-
     def _check(self) -> None:
-        if not self.is_checked:
+        if not self._is_checked:
             check_named_record(self.path)
-            self.is_checked = True
+            self._is_checked = True
 
     def note(self, progress: Mapping[str, Progress]) -> None:
         self._check()
@@ -335,7 +312,6 @@ class _RecordFile:
 
     def complete(self, result: CalibrationResult) -> None:
         self.write(result)
-        batch = self.kept.batch()
-        if batch is not None:
-            replace_fleeting(batch_path(self.path), encode_batch(batch, read_bytes(self.path)))  # for one check
+        if self._batch and not self._missing:
+            replace_fleeting(batch_path(self.path), encode_batch(self._batch, read_bytes(self.path)))  # for one check
         progress_path(self.path).unlink(missing_ok=True)

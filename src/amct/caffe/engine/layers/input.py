@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from amct.caffe.engine.layer import Layer, register
+from amct.caffe.engine.layer import Layer, Place, Shape, Tensors, register
 from amct.caffe.engine.messages import new_message
 from amct.caffe.engine.weights import filler_function, lazy_fill
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
 
-    from amct.caffe.engine.blob import Blob, Shape
-    from amct.caffe.engine.onnx_place import Place
+    from amct.caffe.engine.blob import Blob
 
 
 @register("Input")
@@ -64,7 +61,7 @@ class Parameter(Layer):
         """The parameter's shape."""
         return [self.blobs[0].shape]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """A view of the parameter."""
         return [parameters[0].view_as(parameters[0])]
 

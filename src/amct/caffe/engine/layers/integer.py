@@ -11,42 +11,54 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct.caffe.engine.blob import Blob
-from amct.caffe.engine.layer import Layer, count, find_layer_class, layer_class, register
-from amct.caffe.engine.layers.quantization import integer_factors, real_sums
+from amct.caffe.engine.layer import (
+    Layer,
+    LayerContext,
+    ProtoMessage,
+    Shape,
+    Tensors,
+    count,
+    layer_class,
+    register,
+    stays_integer,
+)
+from amct.caffe.engine.layers.quantization import FakeQuantized, integer_factors, real_sums
 from amct.caffe.engine.layers.recurrent import ALL, GRU, LSTM, RNN, STATIC, Recurrent
-from amct.caffe.engine.layers.weighted import Convolution, Deconvolution, DepthwiseConv, InnerProduct, _BaseConvolution
+from amct.caffe.engine.layers.weighted import Convolution, Deconvolution, DepthwiseConv, InnerProduct
 from amct.errors import AmctError
 from amct.numerics.affine import fake_quantize, integer_range, quantize
-from amct.numerics.arq import WeightKind, from_channels_first
+from amct.numerics.arq import WeightKind
 from amct.numerics.integer import find_integer_weights, integer_bias, integer_linear, sum_scale
 from amct.numerics.snq import CLUSTERS, decode, unpack_nibbles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.layer import LayerContext
     from amct.caffe.engine.layers.quantization import InputFactors
-    from amct.caffe.engine.messages import ProtoMessage
 
 
-class _IntegerWeights(Layer):
+def _integers(parameter: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """The integers of a blob; after access through NumPy they are stored as floats."""
+    return parameter.round().to(kind) if parameter.is_floating_point() else parameter
+
+
+class _IntegerWeights(FakeQuantized):
     """Base of weighted integer layers: integer blobs, and the value table of a clustered weight."""
 
     keeps_integers = True
     fold_kind: WeightKind | None = None
-    kind: WeightKind
-    weight_groups = 1
+    outputs: int
 
-    def make_integer_blobs(self, outputs: int) -> None:
-        """Create the integer blobs; every bottom has its own bias because its accumulator scale differs."""
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Set up the float layer; every bottom has its own bias because its accumulator scale differs."""
+        super().setup(bottoms)
         self.factors = integer_factors(self)
         self.has_bias = len(self.blobs) > 1
         if self.has_bias:
             for _ in self.factors[1:]:
-                self.add_parameter((outputs,))
+                self.add_parameter((self.outputs,))
         self.full_shape = self.blobs[0].shape
-        self.packed_shape = outputs, (count(self.full_shape) // outputs + 1) // 2
+        self.packed_shape = self.outputs, (count(self.full_shape) // self.outputs + 1) // 2
         self.has_table = False
 
     def fit_stored(self, shapes: Sequence[Shape]) -> None:
@@ -66,28 +78,23 @@ class _IntegerWeights(Layer):
         """The int32 bias for the sums of one bottom."""
         if not self.has_bias:
             return None
-        stored = self.blobs[1 + bottom].tensor
-        return stored.round().to(torch.int64) if stored.is_floating_point() else stored
+        return _integers(self.blobs[1 + bottom].tensor, torch.int64)
 
     def _weight(self) -> torch.Tensor:
-        first = self.blobs[0].tensor
-        stored = first.round().to(torch.int8) if first.is_floating_point() else first
+        stored = _integers(self.blobs[0].tensor, torch.int8)
         if not self.has_table:
             return stored
-        shape = self.kind_shape()
-        length = count(shape) // stored.shape[0]
-        rows = unpack_nibbles(stored.view(torch.uint8), length)
-        indices = from_channels_first(rows, shape, self.kind, self.weight_groups)
+        rows = unpack_nibbles(stored.view(torch.uint8), count(self.full_shape) // self.outputs)
         table = self.blobs[-1].tensor.round().to(torch.int8)
-        return self.from_kind(decode(indices, table, self.kind, self.weight_groups))
+        return self.weight_of_rows(decode(rows, table, WeightKind.LINEAR))
 
-    def kind_shape(self) -> Shape:
-        """The weight shape in the layout of its kind."""
-        return self.full_shape
-
-    def from_kind(self, weight: torch.Tensor) -> torch.Tensor:
-        """Convert a weight from the layout of its kind to the layer's own layout."""
-        return weight
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
+        """Compute the exact integer sums."""
+        weight = self.integer_weight()
+        return [
+            self.integer_sums(factors.integers(bottom), weight, self.integer_bias(index), int(factors.offset))
+            for index, (bottom, factors) in enumerate(zip(bottoms, self.factors, strict=True))
+        ]
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
         """Run the layer; errors name the layer."""
@@ -97,61 +104,24 @@ class _IntegerWeights(Layer):
             raise self.error(str(error)) from error
 
 
-class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
-    def setup(self, bottoms: list[Shape]) -> None:
-        """Set up the float layer, then the integer blobs."""
-        super().setup(bottoms)
-        self.weight_groups = self.group
-        self.make_integer_blobs(self.outputs)
-
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Compute the exact integer sums."""
-        weight = self.integer_weight()
-        return [
-            self.integer_sums(factors.integers(bottom), weight, self.integer_bias(index), int(factors.offset))
-            for index, (bottom, factors) in enumerate(zip(bottoms, self.factors, strict=True))
-        ]
-
-
 @register("Convolution on integers")
-class IntegerConvolution(_IntegerConvolution, Convolution):
+class IntegerConvolution(_IntegerWeights, Convolution):
     """Convolution of int8 or int16 data with int8 weights."""
 
 
 @register("Deconvolution on integers")
-class IntegerDeconvolution(_IntegerConvolution, Deconvolution):
+class IntegerDeconvolution(_IntegerWeights, Deconvolution):
     """The transposed convolution of int8 or int16 data with int8 weights."""
 
 
 @register("DepthwiseConv on integers")
-class IntegerDepthwiseConv(_IntegerConvolution, DepthwiseConv):
+class IntegerDepthwiseConv(_IntegerWeights, DepthwiseConv):
     """The depthwise convolution of int8 or int16 data with int8 weights."""
 
 
 @register("InnerProduct on integers")
 class IntegerInnerProduct(_IntegerWeights, InnerProduct):
     """A matrix product of int8 or int16 data with int8 weights."""
-
-    kind = WeightKind.LINEAR
-
-    def setup(self, bottoms: list[Shape]) -> None:
-        """Set up the float layer, then the integer blobs."""
-        InnerProduct.setup(self, bottoms)
-        self.make_integer_blobs(self.outputs)
-
-    def kind_shape(self) -> Shape:
-        """The weight shape with outputs first."""
-        return (self.outputs, self.inputs)
-
-    def from_kind(self, weight: torch.Tensor) -> torch.Tensor:
-        """Convert a weight to the layer's layout: ``[inputs, outputs]`` with ``transpose``."""
-        return self.weight_of_rows(weight)
-
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Compute the exact integer sums."""
-        (factors,) = self.factors
-        bottom = factors.integers(bottoms[0])
-        return [self.integer_sums(bottom, self.integer_weight(), self.integer_bias(0), int(factors.offset))]
 
 
 class QuantizedRecurrent(Recurrent):
@@ -178,7 +148,7 @@ class QuantizedRecurrent(Recurrent):
         return self.input_scales.get(place) if place in self.multiplied else self.hidden_scale
 
     def product(
-        self, x: torch.Tensor, parameters: list[torch.Tensor], blob: int, *, rows: slice = ALL, bias: int | None = None
+        self, x: torch.Tensor, parameters: Tensors, blob: int, *, rows: slice = ALL, bias: int | None = None
     ) -> torch.Tensor:
         """Exact sums, dequantized once; float products where data or matrix are on no grid."""
         place, scale = blob % len(parameters), self.scale_of(blob % len(parameters))
@@ -243,7 +213,7 @@ class IntegerRecurrent(QuantizedRecurrent):
             place: torch.tensor(scale, dtype=torch.float32) for place, scale in zip(places, scales, strict=True)
         }
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Bottoms that are multiplied by a matrix stay integers; the others are dequantized."""
         taken = [
             factors.integers(bottom) if index in self.multiplied else factors.real(bottom)
@@ -252,7 +222,7 @@ class IntegerRecurrent(QuantizedRecurrent):
         return super().forward(taken, parameters)
 
     def product(
-        self, x: torch.Tensor, parameters: list[torch.Tensor], blob: int, *, rows: slice = ALL, bias: int | None = None
+        self, x: torch.Tensor, parameters: Tensors, blob: int, *, rows: slice = ALL, bias: int | None = None
     ) -> torch.Tensor:
         """Exact sums times (data scale * weight scale), computed in float64 and rounded once, as in DeQuant."""
         place = blob % len(parameters)
@@ -266,11 +236,6 @@ class IntegerRecurrent(QuantizedRecurrent):
     def rounded(self, hidden: torch.Tensor) -> torch.Tensor:
         """The quantized hidden state."""
         return quantize(hidden, self.hidden_scale, self.zero, self.bits)
-
-
-def _integers(parameter: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """The integers of a blob; after access through NumPy they are stored as floats."""
-    return parameter.round().to(kind) if parameter.is_floating_point() else parameter
 
 
 @register("LSTMQuant on integers")
@@ -326,15 +291,3 @@ class IntegerData(Layer):
             factors = self.factors[0]
             for blob in tops:
                 blob.set_tensor((blob.tensor + factors.offset).to(factors.dtype))
-
-
-def stays_integer(parameter: ProtoMessage, inputs: Iterable[ProtoMessage]) -> bool:
-    """Whether a layer only moves or selects values, and the ``quant_param`` of all its inputs have the same factors."""
-    factors = {(each.scale, each.offset, each.num_bits_d) for each in inputs}
-    return len(factors) == 1 and moves_values(parameter)
-
-
-def moves_values(parameter: ProtoMessage) -> bool:
-    """Whether a layer only moves or selects values; a layer of an unknown type does not."""
-    kind = find_layer_class(parameter.type)
-    return kind is not None and kind.only_moves_values(parameter)

@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import Layer, canonical_axis, count, register, require_same_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.layer import AutogradContext
-    from amct.caffe.engine.onnx_place import Place
-
+from amct.caffe.engine.layer import AutogradContext, Layer, Place, ProtoMessage, Shape, Tensors, count, register
+from amct.caffe.engine.weights import read_file
+from amct.caffe.engine.wire import read_blob
 
 FULL, VALID, BATCH_SIZE, NONE = 0, 1, 2, 3
 LABELS = 1
+
+
+def _ignored(options: ProtoMessage) -> int | None:
+    return options.ignore_label if options.HasField("ignore_label") else None
+
+
+def class_labels(
+    layer: Layer, bottom: torch.Tensor, classes: int, ignored: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The labels as integers (0 where ignored) and a mask of those that are not ignored.
+
+    Raises:
+        ModelError: A label is not a class.
+    """
+    labels = bottom.detach().to(torch.int64)
+    counts = torch.ones_like(labels, dtype=torch.bool) if ignored is None else labels != ignored
+    labels = torch.where(counts, labels, torch.zeros_like(labels))
+    if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= classes):
+        raise layer.error(
+            f"a label lies outside 0..{classes - 1}: found {int(labels.min())}..{int(labels.max())}. Are there "
+            "fewer outputs than classes, or should ignore_label be set?"
+        )
+    return labels, counts
+
+
+def class_positions(layer: Layer, scores: Shape, labels: Shape, axis: int) -> Shape:
+    """The shape of scores along ``axis`` without that axis: a position for each label.
+
+    Raises:
+        ModelError: There is another number of labels.
+    """
+    positions = scores[:axis] + scores[axis + 1 :]
+    if count(labels) != count(positions):
+        raise layer.error(
+            "Number of labels must match number of predictions; e.g., if softmax axis == 1 and prediction shape is "
+            f"(N, C, H, W), label count must be N*H*W. Predictions {scores}, labels {labels}"
+        )
+    return positions
 
 
 class LossLayer(Layer):
@@ -48,24 +78,7 @@ class LossLayer(Layer):
     @property
     def ignore_label(self) -> int | None:
         """The label that is ignored, if any."""
-        options = self.parameter.loss_param
-        return options.ignore_label if options.HasField("ignore_label") else None
-
-    def labels(self, bottom: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the labels as integers (0 where ignored) and a mask of those that are not ignored.
-
-        Raises:
-            ModelError: A label is not a class.
-        """
-        labels = bottom.detach().to(torch.int64)
-        counts = torch.ones_like(labels, dtype=torch.bool) if self.ignore_label is None else labels != self.ignore_label
-        labels = torch.where(counts, labels, torch.zeros_like(labels))
-        if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= classes):
-            raise self.error(
-                f"a label lies outside 0..{classes - 1}: found {int(labels.min())}..{int(labels.max())}. Are there "
-                "fewer outputs than classes, or should ignore_label be set?"
-            )
-        return labels, counts
+        return _ignored(self.parameter.loss_param)
 
 
 def normalizer(mode: int, outer: int, inner: int, valid: int) -> float:
@@ -90,7 +103,7 @@ class EuclideanLoss(LossLayer):
             raise self.error(f"Inputs must have the same dimension: {bottoms[0]} and {bottoms[1]}")
         return super().reshape(bottoms)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """sum((a - b)^2) / (2 N)."""
         difference = bottoms[0].reshape(-1) - bottoms[1].reshape(-1)
         return [difference.dot(difference) / bottoms[0].shape[0] / 2]
@@ -100,10 +113,10 @@ class EuclideanLoss(LossLayer):
 class HingeLoss(LossLayer):
     """sum(max(0, 1 - x) for the label, max(0, 1 + x) for the other classes) / N; squared with norm L2."""
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """The mean hinge loss of the batch."""
         rows = bottoms[0].reshape(bottoms[0].shape[0], -1)
-        labels, _ = self.labels(bottoms[1].reshape(-1), rows.shape[1])
+        labels, _ = class_labels(self, bottoms[1].reshape(-1), rows.shape[1], self.ignore_label)
         sign = torch.ones_like(rows).scatter_(1, labels.unsqueeze(1), -1.0)
         margin = torch.relu(1 + sign * rows)
         if self.parameter.hinge_loss_param.norm == L2:
@@ -123,7 +136,7 @@ class SigmoidCrossEntropyLoss(LossLayer):
             )
         return super().reshape(bottoms)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """The normalized loss; targets equal to ignore_label are left out."""
         scores, targets = bottoms[0].reshape(-1), bottoms[1].detach().reshape(-1)
         losses = functional.binary_cross_entropy_with_logits(scores, targets, reduction="none")
@@ -185,7 +198,7 @@ class ContrastiveLoss(LossLayer):
             raise self.error(f"one similarity label per pair is needed, got shape {similar}")
         return super().reshape([first, second])
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """The mean contrastive loss of the batch."""
         options = self.parameter.contrastive_loss_param
         first, second = (bottom.reshape(bottom.shape[0], -1) for bottom in bottoms[:2])
@@ -208,11 +221,10 @@ class SmoothL1Loss(LossLayer):
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """()."""
-        for index, shape in enumerate(bottoms[1:], 1):
-            require_same_shape(bottoms[0], shape, self.name, index)
+        self.require_same_shapes(bottoms)
         return super().reshape(bottoms)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """The smooth L1 loss of the batch."""
         sharpness = self.parameter.smooth_l1_loss_param.sigma**2
         difference = bottoms[0] - bottoms[1]
@@ -234,10 +246,10 @@ class Softmax(Layer):
     """y = exp(x) / sum(exp(x)) along ``axis``; the maximum is subtracted first."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        self.axis = canonical_axis(self.parameter.softmax_param.axis, len(bottoms[0]), self.name)
+        self.axis = self.canonical_axis(self.parameter.softmax_param.axis, len(bottoms[0]))
         return [bottoms[0]]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Softmax along the axis; many short rows are computed as columns."""
         bottom, axis = bottoms[0], self.axis
         is_last = 0 < axis == bottom.dim() - 1
@@ -287,14 +299,14 @@ class _ClassLoss(LossLayer):
     def prepare(self, bottoms: list[Shape]) -> None:
         """Find the axis and check the number of labels."""
         scores = bottoms[0]
-        self.axis = canonical_axis(self.class_axis(), len(scores), self.name)
+        self.axis = self.canonical_axis(self.class_axis(), len(scores))
         self.outer, self.inner = count(scores, 0, self.axis), count(scores, self.axis + 1)
-        if count(bottoms[1]) != self.outer * self.inner:
-            raise self.error(
-                "Number of labels must match number of predictions; e.g., if softmax axis == 1 and prediction shape is "
-                f"(N, C, H, W), label count must be N*H*W. Predictions {scores}, labels {bottoms[1]}"
-            )
-        self.label_shape = scores[: self.axis] + scores[self.axis + 1 :]
+        self.label_shape = class_positions(self, scores, bottoms[1], self.axis)
+
+    def scored_labels(self, bottoms: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """``class_labels`` in the shape of the scores without the class axis."""
+        classes = bottoms[0].shape[self.axis]
+        return class_labels(self, bottoms[1].reshape(self.label_shape), classes, self.ignore_label)
 
     def class_axis(self) -> int:
         """The class axis of the prototxt."""
@@ -319,11 +331,10 @@ class SoftmaxWithLoss(_ClassLoss):
         self.prepare(bottoms)
         return [*tops, bottoms[0]][: len(self.top_blobs)]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """The normalized loss, and the probabilities."""
-        scores = bottoms[0]
-        labels, counts = self.labels(bottoms[1].reshape(self.label_shape), scores.shape[self.axis])
-        results = _SoftmaxLoss.apply(scores, labels, counts, self.axis, self.divisor(counts))  # type: ignore[no-untyped-call]
+        labels, counts = self.scored_labels(bottoms)
+        results = _SoftmaxLoss.apply(bottoms[0], labels, counts, self.axis, self.divisor(counts))  # type: ignore[no-untyped-call]
         return results[: len(self.top_blobs)]  # type: ignore[no-any-return]
 
 
@@ -344,7 +355,8 @@ class InfogainLoss(_ClassLoss):
         if len(bottoms) < 3:
             if not options.HasField("source"):
                 raise self.error("Infogain matrix source must be specified, or a third bottom given.")
-            self.matrix = _read_matrix(options.source)
+            values = read_blob(read_file(options.source), options.source).values
+            self.matrix = torch.from_numpy(values.astype("float32"))
 
     def class_axis(self) -> int:
         """The axis of infogain_loss_param."""
@@ -360,13 +372,13 @@ class InfogainLoss(_ClassLoss):
             raise self.error(f"the infogain matrix must be {classes} x {classes}, it has {given} values")
         return [*tops, bottoms[0]][: len(self.top_blobs)]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """The normalized loss; probabilities are clamped at 1e-20 in the loss, but not in the gradient."""
         scores = bottoms[0]
         classes = scores.shape[self.axis]
         given = bottoms[2].detach() if self.matrix is None else self.matrix.to(scores.device)
         matrix = given.reshape(classes, classes)
-        labels, counts = self.labels(bottoms[1].reshape(self.label_shape), classes)
+        labels, counts = self.scored_labels(bottoms)
         weights = (matrix[labels] * counts.unsqueeze(-1)).movedim(-1, self.axis)
         logarithm = torch.log_softmax(scores, self.axis)
         floored = logarithm + (logarithm.clamp(min=_LOG_OF_THRESHOLD) - logarithm).detach()
@@ -375,13 +387,6 @@ class InfogainLoss(_ClassLoss):
 
 
 _LOG_OF_THRESHOLD = float(torch.tensor(LOG_THRESHOLD).log())
-
-
-def _read_matrix(path: str) -> torch.Tensor:
-    from amct.caffe.engine.weights import read_file
-    from amct.caffe.engine.wire import read_blob
-
-    return torch.from_numpy(read_blob(read_file(path), path).values.astype("float32"))
 
 
 @register("MultinomialLogisticLoss")
@@ -394,10 +399,10 @@ class MultinomialLogisticLoss(LossLayer):
             raise self.error(f"one label per sample is needed, got shape {bottoms[1]}")
         return super().reshape(bottoms)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """The loss with probabilities clamped at 1e-20; the gradient is that of the clamped value."""
         rows = bottoms[0].reshape(bottoms[0].shape[0], -1)
-        labels, _ = self.labels(bottoms[1].reshape(-1), rows.shape[1])
+        labels, _ = class_labels(self, bottoms[1].reshape(-1), rows.shape[1], self.ignore_label)
         chosen = rows.gather(1, labels.unsqueeze(1))
         floored = chosen + (chosen.clamp(min=LOG_THRESHOLD) - chosen).detach()
         return [-floored.log().sum() / rows.shape[0]]
@@ -415,30 +420,19 @@ class Accuracy(Layer):
         """(), and (C,) for the second top."""
         scores, labels = bottoms
         options = self.parameter.accuracy_param
-        self.axis = canonical_axis(options.axis, len(scores), self.name)
-        self.positions = scores[: self.axis] + scores[self.axis + 1 :]
+        self.axis = self.canonical_axis(options.axis, len(scores))
         self.classes = scores[self.axis]
         if options.top_k > self.classes:
             raise self.error(
                 f"top_k must be less than or equal to the number of classes: {options.top_k} and {self.classes}"
             )
-        if count(labels) != count(self.positions):
-            raise self.error(
-                "Number of labels must match number of predictions; e.g., if label axis == 1 and prediction shape is "
-                f"(N, C, H, W), label count must be N*H*W. Predictions {scores}, labels {labels}"
-            )
+        self.positions = class_positions(self, scores, labels, self.axis)
         return [(), (self.classes,)][: len(self.top_blobs)]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """A prediction is right if fewer than ``top_k`` other classes have a score >= that of the label."""
         options, scores = self.parameter.accuracy_param, bottoms[0].detach()
-        labels = bottoms[1].detach().reshape(self.positions).to(torch.int64)
-        counts = torch.ones_like(labels, dtype=torch.bool)
-        if options.HasField("ignore_label"):
-            counts = labels != options.ignore_label
-            labels = torch.where(counts, labels, torch.zeros_like(labels))
-        if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= self.classes):
-            raise self.error(f"a label lies outside 0..{self.classes - 1}: {int(labels.min())}..{int(labels.max())}")
+        labels, counts = class_labels(self, bottoms[1].reshape(self.positions), self.classes, _ignored(options))
         chosen = scores.gather(self.axis, labels.unsqueeze(self.axis))
         better = (scores >= chosen).sum(self.axis) - 1
         right = (better < options.top_k) & counts

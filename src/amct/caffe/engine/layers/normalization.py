@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import (
-    IMAGE_BLOB_AXES,
-    WINDOW_COST,
-    Layer,
-    canonical_axis,
-    count,
-    register,
-    require_image,
-)
-from amct.caffe.engine.onnx_place import Place, fixed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from amct.caffe.engine.blob import Shape
-
+from amct.caffe.engine.layer import IMAGE_BLOB_AXES, WINDOW_COST, Layer, Place, Shape, Tensors, count, register
+from amct.caffe.engine.onnx_place import fixed
 
 WITHIN_CHANNEL = 1
 
@@ -41,10 +27,10 @@ class LRN(Layer):
             raise self.error(f"LRN only supports odd values for local_size, got {options.local_size}")
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        require_image(bottoms[0], self.name)
+        self.require_image(bottoms[0])
         return [bottoms[0]]
 
-    def operations(self, bottoms: Sequence[Shape], tops: Sequence[Shape]) -> int:
+    def operations(self, bottoms: list[Shape], tops: list[Shape]) -> int:
         """For each value as many as it has neighbours."""
         size: int = self.options.local_size
         _, channels, height, width = bottoms[0]
@@ -52,7 +38,7 @@ class LRN(Layer):
         within = min(size, height) * min(size, width)
         return count(tops[0]) * (within if self.options.norm_region == WITHIN_CHANNEL else across) * WINDOW_COST
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Return x / (k + alpha / n * sum of squares) ^ beta."""
         bottom, options = bottoms[0], self.options
         size, half = options.local_size, options.local_size // 2
@@ -93,7 +79,7 @@ class MVN(Layer):
             raise self.error(f"needs a bottom of at most 4 axes, got shape {bottoms[0]}")
         return [bottoms[0]]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """(x - mean) / (standard deviation + eps)."""
         bottom = bottoms[0]
         legacy = (*bottom.shape, *(1,) * (IMAGE_BLOB_AXES - bottom.dim()))
@@ -151,7 +137,7 @@ class GroupNorm(Layer):
             raise self.error(f"group_num {groups} does not divide the channels of {shape}")
         return [shape]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Normalize each group."""
         options = self.parameter.group_norm_param
         return [functional.group_norm(bottoms[0], options.group_num, eps=options.eps)]
@@ -178,7 +164,7 @@ class LayerNormalization(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Create scale and bias unless they are bottoms."""
         options = self.options = self.parameter.layer_normalization_param
-        self.axis = canonical_axis(options.axis, len(bottoms[0]), self.name)
+        self.axis = self.canonical_axis(options.axis, len(bottoms[0]))
         if len(bottoms) > 1:
             return
         inner = bottoms[0][self.axis :]
@@ -193,7 +179,7 @@ class LayerNormalization(Layer):
                 raise self.error(f"scale and bias must have shape {inner}, the axes from {self.axis} on, got {shape}")
         return [bottoms[0]]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Normalize, multiply by the scale, add the bias."""
         bottom, *factors = [*bottoms, *parameters]
         scale = factors[0]
@@ -236,7 +222,7 @@ class Permute(Layer):
             raise self.error(f"was set up for {len(self.order)} axes, got shape {bottoms[0]}")
         return [tuple(bottoms[0][axis] for axis in self.order)]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Permute and copy."""
         return [bottoms[0].permute(self.order).clone(memory_format=torch.contiguous_format)]
 
@@ -264,7 +250,7 @@ class Normalize(Layer):
             raise self.error(f"the scale has {self.blobs[0].shape[0]} channels, the bottom {bottoms[0]}")
         return [bottoms[0]]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Return scale * x / sqrt(sum(x^2) + eps)."""
         bottom = bottoms[0]
         axes = list(range(1, bottom.dim())) if self.options.across_spatial else [1]

@@ -8,14 +8,14 @@ image.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import WINDOW_COST, Layer, count, register, require_image
-from amct.caffe.engine.onnx_place import FLOAT, Place, fixed
+from amct.caffe.engine.layer import WINDOW_COST, Call, Layer, Place, ProtoMessage, Shape, Tensors, count, register
+from amct.caffe.engine.onnx_place import FLOAT, fixed
 from amct.caffe.engine.windows import (
     LOWEST,
     PoolWindow,
@@ -25,13 +25,6 @@ from amct.caffe.engine.windows import (
     max_pool_values,
     size_pair,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.layer import Call
-    from amct.caffe.engine.messages import ProtoMessage
 
 MAX, AVE, STOCHASTIC = 0, 1, 2
 FLOOR = 1
@@ -89,7 +82,7 @@ class Pooling(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Read and check the window."""
         options = self.options = self.parameter.pooling_param
-        require_image(bottoms[0], self.name)
+        self.require_image(bottoms[0])
         if len(self.top_blobs) > 1 and options.pool != MAX:
             raise self.error("only MAX pooling has a second top (the indices of the maxima)")
         self._check_options(options)
@@ -131,7 +124,7 @@ class Pooling(Layer):
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(N, C, H', W') with Caffe's output size."""
-        require_image(bottoms[0], self.name)
+        self.require_image(bottoms[0])
         self.window = self._window(bottoms[0])
         height, width = self.window.output(bottoms[0][2:])
         if height <= 0 or width <= 0:
@@ -141,12 +134,12 @@ class Pooling(Layer):
             self.context.check_size(values, f'the values of all windows of layer "{self.name}"')
         return [(*bottoms[0][:2], height, width)] * len(self.top_blobs)
 
-    def operations(self, bottoms: Sequence[Shape], tops: Sequence[Shape]) -> int:
+    def operations(self, bottoms: list[Shape], tops: list[Shape]) -> int:
         """For each value of the top as many as its window has inside of the picture."""
         inside = [min(size, length) for size, length in zip(self.window.kernel, bottoms[0][2:], strict=True)]
         return count(tops[0]) * count(inside) * WINDOW_COST
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Pool each window by the method."""
         bottom, method = bottoms[0], self.options.pool
         if method == AVE:
@@ -158,7 +151,7 @@ class Pooling(Layer):
             return [values, places.to(bottom.dtype)]
         return [max_pool_values(bottom, self.window)]
 
-    def bind(self, bottoms: list[torch.Tensor]) -> Call:
+    def bind(self, bottoms: Tensors) -> Call:
         """MAX without the places: torch's function with the window for these sizes."""
         if self.options.pool != MAX or len(self.top_blobs) > 1 or not self.computes_forward("bind"):
             return super().bind(bottoms)
@@ -267,7 +260,7 @@ class SPP(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Read pyramid_height and the method."""
         options = self.options = self.parameter.spp_param
-        require_image(bottoms[0], self.name)
+        self.require_image(bottoms[0])
         self.levels: int = options.pyramid_height
         if self.levels <= 0:
             raise self.error(f"pyramid_height must be > 0, got {self.levels}")
@@ -288,14 +281,14 @@ class SPP(Layer):
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(N, C * total number of bins); with one level (N, C, 1, 1)."""
         shape = bottoms[0]
-        require_image(shape, self.name)
+        self.require_image(shape)
         self.windows = self._windows(shape)
         outputs = [window.output(shape[2:]) for window in self.windows]
         if self.levels == 1:
             return [(*shape[:2], *outputs[0])]
         return [(shape[0], sum(shape[1] * height * width for height, width in outputs))]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Pool each level and concatenate."""
         pool = average_pool if self.options.pool == AVE else max_pool_values
         levels = [pool(bottoms[0], window) for window in self.windows]

@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct.caffe.engine.blob import Blob
-from amct.caffe.engine.layer import Layer, register
+from amct.caffe.engine.layer import Layer, ProtoMessage, Shape, register
 from amct.errors import AmctError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.messages import ProtoMessage
 
 
 _allowed: ContextVar[bool] = ContextVar("python_layers_allowed", default=False)

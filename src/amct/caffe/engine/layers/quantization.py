@@ -14,17 +14,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.caffe.engine.layer import FoldedParameters, Layer, register
+from amct.caffe.engine.layer import Call, FoldedParameters, Layer, LayerContext, ProtoMessage, Shape, Tensors, register
 from amct.errors import AmctError
 from amct.numerics.affine import check_factors, dequantize, fake_quantize, quantize
 from amct.numerics.integer import find_integer_weights, integer_bias, sum_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.layer import Call, LayerContext
-    from amct.caffe.engine.messages import ProtoMessage
 
 
 class InputFactors:
@@ -115,7 +111,7 @@ class Quant(Layer):
         if self.parameter.top[0] == next(iter(reader.parameter.bottom[index : index + 1]), None):
             reader.take_input_factors(index, self.factors)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Fake-quantize with the straight-through gradient, or quantize to integers."""
         factors = self.factors
         scale, offset = factors.scale.to(bottoms[0].device), factors.offset.to(bottoms[0].device)
@@ -139,7 +135,7 @@ class DeQuant(Layer):
         self.per_channel: bool = self.parameter.dequant_param.channel_wise
         self.add_parameter((shape[1] if self.per_channel else 1,), default=1.0)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Multiply in float64 and round once to float32."""
         return [real_sums(bottoms[0], parameters[0], axis=1)]
 
@@ -156,7 +152,7 @@ class AntiQuant(Layer):
         options = self.parameter.antiquant_param
         self.factors = InputFactors(self, options) if options.HasField("scale") else None
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Dequantize the bottom, or pass it through."""
         return [bottoms[0] if self.factors is None else self.factors.real(bottoms[0])]
 
@@ -167,7 +163,7 @@ class _FoundWeights:
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    steps: list[torch.Tensor]
+    steps: Tensors
 
 
 class FakeQuantized(Layer):
@@ -216,7 +212,7 @@ class FakeQuantized(Layer):
         """The exact sums of an integer bottom, minus ``offset``, with integer weights."""
         raise NotImplementedError
 
-    def forward_on_integers(self, bottoms: list[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+    def forward_on_integers(self, bottoms: Tensors) -> Tensors | None:
         """The tops, if all bottoms are fake-quantized and the weights are on a grid."""
         if not self.input_factors or len(self.input_factors) != len(bottoms):
             return None
@@ -234,18 +230,18 @@ class FakeQuantized(Layer):
             tops.append(real_sums(sums, found.steps[index], self.axis, bias))
         return tops
 
-    def bind(self, bottoms: list[torch.Tensor]) -> Call:
+    def bind(self, bottoms: Tensors) -> Call:
         """The sums of integers where the bottoms are fake-quantized, else the layer with its own parameters."""
         if not self.input_factors:
             return self._bind_float(bottoms)
 
-        def call(given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        def call(given: Tensors) -> Sequence[torch.Tensor]:
             results = self.forward_on_integers(given)
             return self._bind_float(given)(given) if results is None else results
 
         return call
 
-    def _bind_float(self, bottoms: list[torch.Tensor]) -> Call:
+    def _bind_float(self, bottoms: Tensors) -> Call:
         if self.weight_quantizer is not None or not self.computes_forward("bind_folded"):
             return super().bind(bottoms)
         own = FoldedParameters(self, lambda: [blob.tensor for blob in self.blobs], self.blobs)

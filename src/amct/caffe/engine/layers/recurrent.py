@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import Layer, count, register
-from amct.caffe.engine.onnx_place import Place, fixed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from amct.caffe.engine.blob import Shape
-
+from amct.caffe.engine.layer import Layer, Place, Shape, Tensors, count, register
+from amct.caffe.engine.onnx_place import fixed
 
 CONTINUATION, STATIC = 1, 2
 GATES = 4
@@ -64,7 +58,7 @@ class Recurrent(Layer):
         self.has_static = len(bottoms) - extra == 3
         self.inputs = count(bottoms[0], 2)
         self.static_inputs = count(bottoms[2], 1) if self.has_static else 0
-        self._carried: list[torch.Tensor] = []
+        self._carried: Tensors = []
         self.make_parameters()
 
     def make_parameters(self) -> None:
@@ -101,12 +95,12 @@ class Recurrent(Layer):
                 raise self.error(f"an exposed state must have shape {state}, got {shape}")
         return [(x[0], x[1], self.outputs), *[state] * (len(self.top_blobs) - 1)]
 
-    def operations(self, bottoms: Sequence[Shape], tops: Sequence[Shape]) -> int:
+    def operations(self, bottoms: list[Shape], tops: list[Shape]) -> int:
         """For each time step all weights with each stream, and the calls of a step."""
         steps, streams = bottoms[0][:2]
         return steps * (streams * sum(blob.count for blob in self.blobs) + STEP_COST)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Run all time steps."""
         x, cont = bottoms[0], bottoms[1].detach()
         streams = x.shape[1]
@@ -122,14 +116,14 @@ class Recurrent(Layer):
             tops += [state.unsqueeze(0) for state in self._carried]
         return tops
 
-    def _first_states(self, bottoms: list[torch.Tensor], streams: int, like: torch.Tensor) -> list[torch.Tensor]:
+    def _first_states(self, bottoms: Tensors, streams: int, like: torch.Tensor) -> Tensors:
         if self.exposed:
             return [bottom.detach().reshape(streams, self.outputs) for bottom in bottoms[2 + self.has_static :]]
         if len(self._carried) == self.states and self._carried[0].shape[0] == streams:
             return [state.to(like.device) for state in self._carried]
         return [torch.zeros(streams, self.outputs, device=like.device) for _ in range(self.states)]
 
-    def drive(self, x: torch.Tensor, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> torch.Tensor:
+    def drive(self, x: torch.Tensor, bottoms: Tensors, parameters: Tensors) -> torch.Tensor:
         """The input part of the gates at all time steps: W_x x + b (+ W_static x_static)."""
         driven = self.product(x, parameters, 0, bias=1)
         if self.has_static:
@@ -137,7 +131,7 @@ class Recurrent(Layer):
         return driven
 
     def product(
-        self, x: torch.Tensor, parameters: list[torch.Tensor], blob: int, *, rows: slice = ALL, bias: int | None = None
+        self, x: torch.Tensor, parameters: Tensors, blob: int, *, rows: slice = ALL, bias: int | None = None
     ) -> torch.Tensor:
         """Return x times (selected rows of) parameters[blob], plus parameters[bias]."""
         return functional.linear(x, parameters[blob][rows], None if bias is None else parameters[bias])
@@ -147,8 +141,8 @@ class Recurrent(Layer):
         return hidden
 
     def step(
-        self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, drive: torch.Tensor, cont: torch.Tensor, states: Tensors, parameters: Tensors
+    ) -> tuple[torch.Tensor, Tensors]:
         """One time step: return the output and the new states."""
         raise NotImplementedError
 
@@ -235,8 +229,8 @@ class LSTM(Recurrent):
     gates = GATES
 
     def step(
-        self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, drive: torch.Tensor, cont: torch.Tensor, states: Tensors, parameters: Tensors
+    ) -> tuple[torch.Tensor, Tensors]:
         """One time step; the states are h and c."""
         gates = drive + self.product(self.rounded(cont * states[0]), parameters, -1)
         cell, hidden = lstm_step(gates, states[1], cont)
@@ -267,8 +261,8 @@ class RNN(Recurrent):
         self.add_bias(self.outputs)
 
     def step(
-        self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, drive: torch.Tensor, cont: torch.Tensor, states: Tensors, parameters: Tensors
+    ) -> tuple[torch.Tensor, Tensors]:
         """One time step; the only state is h."""
         hidden = torch.tanh(drive + self.product(self.rounded(cont * states[0]), parameters, -3))
         return torch.tanh(self.product(self.rounded(hidden), parameters, -2, bias=-1)), [hidden]
@@ -305,9 +299,9 @@ class LSTMUnit(Layer):
             raise self.error(f"needs bottoms (1, N, H), (1, N, 4H) and (1, N), got {bottoms}")
         return [cell, cell]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Return c = cont * f * c_prev + i * g, h = o * tanh(c)."""
-        return lstm_step(bottoms[1], bottoms[0], bottoms[2].detach().unsqueeze(2))
+        return list(lstm_step(bottoms[1], bottoms[0], bottoms[2].detach().unsqueeze(2)))
 
     def to_onnx(self, place: Place) -> None:
         """One time step."""
@@ -335,8 +329,8 @@ class GRU(Recurrent):
     gates = 3
 
     def step(
-        self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, drive: torch.Tensor, cont: torch.Tensor, states: Tensors, parameters: Tensors
+    ) -> tuple[torch.Tensor, Tensors]:
         """One time step; the only state is h."""
         gated = 2 * self.outputs
         before = cont * states[0]

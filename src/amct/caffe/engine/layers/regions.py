@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from amct.caffe.engine.layer import Layer, count, register, require_image
-from amct.caffe.engine.layers.detection import suppress
-from amct.caffe.engine.onnx_place import FLOAT, INT64, Place, fixed
+from amct.caffe.engine.layer import Layer, Place, Shape, Tensors, count, register
+from amct.caffe.engine.layers.detection import CORNERS, suppress
+from amct.caffe.engine.onnx_place import FLOAT, INT64, fixed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from amct.caffe.engine.blob import Shape
-
 
 DEFAULT_RATIOS = (0.5, 1.0, 2.0)
 DEFAULT_SCALES = (8.0, 16.0, 32.0)
-CORNERS = 4
 
 
 @register("Proposal")
@@ -56,7 +53,7 @@ class Proposal(Layer):
         scores, offsets, picture = bottoms
         number = len(self.anchors)
         for shape in (scores, offsets):
-            require_image(shape, self.name)
+            self.require_image(shape)
         if scores[0] != 1:
             raise self.error(f"takes one picture at a time, got a batch of {scores[0]}")
         if scores[1] != 2 * number or offsets[1] != CORNERS * number or scores[2:] != offsets[2:]:
@@ -70,7 +67,7 @@ class Proposal(Layer):
         second: list[Shape] = [(1,) if self.options.output_actual_rois_num else (most, 1)]
         return [(most, 1 + CORNERS), *second[: len(self.top_blobs) - 1]]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Apply the offsets to the anchors, drop small boxes, sort by score, apply non-maximum suppression."""
         options, number = self.options, len(self.anchors)
         height, width, scale = bottoms[2].detach().reshape(-1)[:3].tolist()
@@ -137,7 +134,7 @@ class _RegionPooling(Layer):
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(R, channels, pooled height, pooled width)."""
         features, regions = bottoms
-        require_image(features, self.name)
+        self.require_image(features)
         if count(regions) != regions[0] * COLUMNS:
             raise self.error(f"regions must be rows of (image index, x1, y1, x2, y2), got shape {regions}")
         self.check_channels(features[1])
@@ -147,7 +144,7 @@ class _RegionPooling(Layer):
         """Set the number of output channels: that of the features."""
         self.channels = channels
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Pool region by region."""
         features = bottoms[0]
         results = []
@@ -356,7 +353,7 @@ class Nms(Layer):
         each = scores[2] if self.most is None else min(self.most, scores[2])
         return [(scores[0] * scores[1] * each, BATCH_AXES)]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Suppress class by class."""
         boxes, scores = self._corners(bottoms[0].detach()), bottoms[1].detach()
         rows = [

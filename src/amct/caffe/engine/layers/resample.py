@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import Layer, register, require_image
-from amct.caffe.engine.onnx_place import INT64, Place, fixed
+from amct.caffe.engine.layer import Layer, Place, ProtoMessage, Shape, Tensors, register
+from amct.caffe.engine.onnx_place import INT64, fixed
 from amct.caffe.engine.windows import size_pair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.messages import ProtoMessage
+    from numpy.typing import NDArray
+
 
 MASK = 1
 DEFAULT_STRIDE = 2
@@ -33,7 +33,7 @@ class _MaskedUnpooling(Layer):
 
     def check_mask(self, bottoms: list[Shape]) -> None:
         """The mask must have the shape of the first bottom."""
-        require_image(bottoms[0], self.name)
+        self.require_image(bottoms[0])
         if len(bottoms) > MASK and bottoms[MASK] != bottoms[0]:
             raise self.error(f"the mask must have the shape of the first bottom, got {bottoms[MASK]} and {bottoms[0]}")
 
@@ -112,7 +112,7 @@ class Upsample(_MaskedUnpooling):
         self.size = (height, width)
         return [(*bottoms[0][:2], height, width)]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Repeat, or scatter by the mask; then multiply by ``scale``."""
         if len(bottoms) > MASK:
             result = self.scatter(*bottoms)
@@ -149,7 +149,7 @@ class Unpooling(_MaskedUnpooling):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the window."""
-        require_image(bottoms[0], self.name)
+        self.require_image(bottoms[0])
         options = self.options = self.parameter.unpooling_param
         self.kernel, self.stride, self.pad = (size_pair(options, name) for name in ("kernel", "stride", "pad"))
         if min(self.kernel) <= 0 or min(self.stride) <= 0:
@@ -179,19 +179,23 @@ class Unpooling(_MaskedUnpooling):
         self.context.check_size((bottoms[0][1], 1, *self.kernel), f'the kernel of layer "{self.name}"')
         return [(*bottoms[0][:2], height, width)]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Unpool by MAX or AVE."""
         bottom = bottoms[0]
         if self.options.unpool == AVERAGE:
             return [self._spread(bottom)]
         if len(bottoms) > MASK:
             return [self.scatter(*bottoms)]
-        rows, columns = (
-            (torch.arange(count) * stride - pad).clamp(0, limit - 1)
-            for count, stride, pad, limit in zip(bottom.shape[2:], self.stride, self.pad, self.size, strict=True)
-        )
-        starts = rows.reshape(-1, 1) * self.size[1] + columns
+        starts = torch.from_numpy(self._starts(bottom.shape[2:]))
         return [self.scatter(bottom, starts.to(bottom.device).expand(bottom.shape))]
+
+    def _starts(self, windows: Sequence[int]) -> NDArray[np.int64]:
+        """The index of the first pixel of each window."""
+        rows, columns = (
+            np.clip(np.arange(count, dtype=np.int64) * stride - pad, 0, limit - 1)
+            for count, stride, pad, limit in zip(windows, self.stride, self.pad, self.size, strict=True)
+        )
+        return rows[:, None] * self.size[1] + columns
 
     def _spread(self, bottom: torch.Tensor) -> torch.Tensor:
         """A transposed convolution of value / area with ones, cropped to the image."""
@@ -223,12 +227,8 @@ class Unpooling(_MaskedUnpooling):
             place.alias(self.write_scatter(place, place.step("index", "Cast", place.bottoms[1], to=INT64)))
             return
         dims = fixed(place.bottom_dims[0])
-        rows, columns = (
-            np.clip(np.arange(count) * stride - pad, 0, limit - 1)
-            for count, stride, pad, limit in zip(dims[2:], self.stride, self.pad, self.size, strict=True)
-        )
-        starts = rows[:, None] * self.size[1] + columns
-        place.alias(self.write_scatter(place, place.value("index", np.broadcast_to(starts, dims).astype(np.int64))))
+        index = place.value("index", np.broadcast_to(self._starts(dims[2:]), dims).astype(np.int64))
+        place.alias(self.write_scatter(place, index))
 
 
 @register("Interp")
@@ -239,7 +239,7 @@ class Interp(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the options."""
-        require_image(bottoms[0], self.name)
+        self.require_image(bottoms[0])
         options = self.options = self.parameter.interp_param
         if options.pad_beg > 0 or options.pad_end > 0:
             raise self.error(
@@ -267,7 +267,7 @@ class Interp(Layer):
             self.size = (options.height, options.width)
         return [(*bottoms[0][:2], *self.size)]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Crop, then interpolate."""
         bottom, first, last = bottoms[0], -self.options.pad_beg, self.options.pad_end
         rows, columns = (slice(first, size + last) for size in bottom.shape[2:])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct import log
-from amct.caffe.engine.layer import IMAGE_BLOB_AXES, Layer, register
+from amct.caffe.engine.layer import IMAGE_BLOB_AXES, Layer, ProtoMessage, Shape, Tensors, register
 from amct.caffe.engine.layers.ifmr import IfmrLayerObserver, check_named_record
 from amct.caffe.engine.layers.quantization import FakeQuantized
 from amct.errors import AmctError, ConfigError
@@ -28,8 +28,6 @@ from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors, write_record
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.messages import ProtoMessage
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +127,7 @@ class RetrainDataQuant(_RetrainLayer):
             if index == len(self.parameter.param):
                 self.parameter.param.add(lr_mult=float(each), decay_mult=0.0)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Quantize and dequantize; the batches in which the clips are found pass unchanged."""
         high, low, valid = parameters
         clips = torch.cat([each.detach() for each in parameters]).tolist()
@@ -146,13 +144,13 @@ class RetrainDataQuant(_RetrainLayer):
         self.report()
         return [top]
 
-    def _set_clips(self, parameters: list[torch.Tensor], high: torch.Tensor, low: torch.Tensor) -> None:
+    def _set_clips(self, parameters: Tensors, high: torch.Tensor, low: torch.Tensor) -> None:
         """Set the clips, in the blobs and in the tensors that the gradients are computed for."""
         for blob, tensor, value in zip(self.blobs, parameters, (high, low, torch.cat([high, low])), strict=True):
             tensor.data.copy_(value)
             blob.set_tensor(tensor.detach())
 
-    def _find_clips(self, bottom: torch.Tensor, parameters: list[torch.Tensor]) -> bool:
+    def _find_clips(self, bottom: torch.Tensor, parameters: Tensors) -> bool:
         """Let IFMR observe a batch; returns whether the clips are known now."""
         options = self.options
         given = {name: getattr(options, name) for name in ("clip_max", "clip_min") if options.HasField(name)}
@@ -224,7 +222,7 @@ class RetrainWeightQuant(_RetrainLayer):
         target.take_weight_quantizer(partial(self._rounded, channel_wise=channel_wise))
         self._channel_wise = channel_wise
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Nothing: the object layer rounds its weights itself."""
         self.report()
         return []

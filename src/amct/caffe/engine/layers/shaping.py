@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import Layer, canonical_axis, count, register, require_image
-from amct.caffe.engine.layers.tensor_math import TensorOperator
-from amct.caffe.engine.onnx_place import FollowsBatchError, Place, fixed, product
+from amct.caffe.engine.layer import Layer, Place, Shape, Tensors, count, register
+from amct.caffe.engine.onnx_place import FollowsBatchError, fixed, product
 from amct.caffe.engine.windows import SPATIAL_AXES, read_window
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from amct.caffe.engine.blob import Shape
 
 
 class _View(Layer):
@@ -26,7 +18,7 @@ class _View(Layer):
     shares_memory = True
     allows_in_place = False
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """A view, if the memory layout allows it."""
         return [bottoms[0].reshape(self.top_shape)]
 
@@ -42,8 +34,8 @@ class Flatten(_View):
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shape with the axes merged."""
         options, shape = self.parameter.flatten_param, bottoms[0]
-        start = canonical_axis(options.axis, len(shape), self.name)
-        end = canonical_axis(options.end_axis, len(shape), self.name)
+        start = self.canonical_axis(options.axis, len(shape))
+        end = self.canonical_axis(options.end_axis, len(shape))
         if end < start:
             raise self.error(f"end_axis {end} lies before axis {start}")
         self.top_shape = (*shape[:start], count(shape, start, end + 1), *shape[end + 1 :])
@@ -116,7 +108,7 @@ class Crop(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the number of offsets."""
         options = self.parameter.crop_param
-        start = canonical_axis(options.axis, len(bottoms[0]), self.name)
+        start = self.canonical_axis(options.axis, len(bottoms[0]))
         self.axis, self.offset = start, list(options.offset)
         if len(self.offset) not in (0, 1, len(bottoms[0]) - start):
             raise self.error(
@@ -142,7 +134,7 @@ class Crop(Layer):
         self.sizes = tuple(sizes)
         return [self.sizes]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         window = tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
         return [bottoms[0][window].clone()]
 
@@ -174,7 +166,7 @@ class Im2col(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the window."""
         options = self.parameter.convolution_param
-        self.axis = canonical_axis(options.axis, len(bottoms[0]), self.name)
+        self.axis = self.canonical_axis(options.axis, len(bottoms[0]))
         if len(bottoms[0]) - self.axis - 1 != SPATIAL_AXES:
             raise self.error(f"needs two spatial axes after axis {self.axis}, got shape {bottoms[0]}")
         self.window = read_window(self, options, SPATIAL_AXES)
@@ -188,7 +180,7 @@ class Im2col(Layer):
         self.rows = shape[self.axis] * count(self.window.kernel)
         return [(*shape[: self.axis], self.rows, *self.sizes)]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Unfold the windows."""
         bottom, window = bottoms[0], self.window
         flat = bottom.reshape(-1, *bottom.shape[self.axis :])
@@ -229,22 +221,23 @@ def depth_to_space(bottom: torch.Tensor, height: int, width: int) -> torch.Tenso
 
 
 @register("Reorg")
-class Reorg(TensorOperator):
+class Reorg(Layer):
     """Space to depth with blocks of ``stride`` x ``stride`` pixels, or depth to space with ``reverse``; as in ATC."""
 
+    allows_in_place = False
     moves_values = True
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read stride and reverse."""
-        require_image(bottoms[0], self.name)
+        self.require_image(bottoms[0])
         options = self.parameter.reorg_param
         self.block, self.is_reverse = (options.stride, options.stride), options.reverse
         if min(self.block) <= 0:
             raise self.error(f"the block of pixels must not be empty, got {self.block}")
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(N, C * block area, H / h, W / w), or the inverse with ``reverse``."""
-        require_image(bottoms[0], self.name)
+        self.require_image(bottoms[0])
         (batch, channels, rows, columns), (height, width) = bottoms[0], self.block
         if self.is_reverse:
             if channels % (height * width):
@@ -254,7 +247,7 @@ class Reorg(TensorOperator):
             raise self.error(f"an image of {(rows, columns)} cannot be split into blocks of {height} x {width} pixels")
         return [(batch, channels * height * width, rows // height, columns // width)]
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Space to depth, or depth to space."""
         change = depth_to_space if self.is_reverse else space_to_depth
         return [change(bottoms[0], *self.block)]
@@ -282,7 +275,7 @@ class PassThrough(Reorg):
         if self.parameter.HasField("reorg_param"):
             super().setup(bottoms)
             return
-        require_image(bottoms[0], self.name)
+        self.require_image(bottoms[0])
         options = self.parameter.pass_through_param
         self.block = (options.block_height or DEFAULT_BLOCK, options.block_width or DEFAULT_BLOCK)
         self.is_reverse = False
@@ -294,18 +287,19 @@ class PassThrough(Reorg):
 
 
 @register("ShuffleChannel")
-class ShuffleChannel(TensorOperator):
+class ShuffleChannel(Layer):
     """Channels as a (group, C / group) matrix, transposed; as in ShuffleNet."""
 
+    allows_in_place = False
     moves_values = True
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         group, shape = self.parameter.shuffle_channel_param.group, bottoms[0]
         if len(shape) < 2 or group <= 0 or shape[1] % group:
             raise self.error(f"group {group} does not divide the channels of {shape}")
         return [shape]
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Transpose the two factors of the channel axis."""
         bottom, group = bottoms[0], self.parameter.shuffle_channel_param.group
         rows = bottom.reshape(bottom.shape[0], group, bottom.shape[1] // group, *bottom.shape[2:])
@@ -321,18 +315,19 @@ class ShuffleChannel(TensorOperator):
 
 
 @register("Reverse")
-class Reverse(TensorOperator):
+class Reverse(Layer):
     """Reverses the order of the values along each ``axis`` (default 0)."""
 
+    allows_in_place = False
     moves_values = True
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the axes."""
         given = self.parameter.reverse_param.axis
         axes = [given] if isinstance(given, int) else given or [0]  # some forks declare a single axis
-        self.axes = sorted({canonical_axis(axis, len(bottoms[0]), self.name) for axis in axes})
+        self.axes = sorted({self.canonical_axis(axis, len(bottoms[0])) for axis in axes})
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Flip the axes."""
         return [bottoms[0].flip(self.axes)]
 
@@ -344,13 +339,15 @@ class Reverse(TensorOperator):
 
 
 @register("Pad")
-class Pad(TensorOperator):
+class Pad(Layer):
     """Pads each axis; ``pads`` lists the amounts before all axes, then those after all axes, as in ONNX."""
+
+    allows_in_place = False
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read how much is added before and after each axis."""
         options, count = self.parameter.pad_param, len(bottoms[0])
-        axes = [canonical_axis(axis, count, self.name) for axis in options.axes] or list(range(count))
+        axes = [self.canonical_axis(axis, count) for axis in options.axes] or list(range(count))
         pads = list(options.pads)
         if len(pads) != 2 * len(axes):
             raise self.error(f"pads must hold 2 numbers for each of {len(axes)} axes, got {len(pads)}")
@@ -359,7 +356,7 @@ class Pad(TensorOperator):
         if self.mode and min(pads) < 0:
             raise self.error(f"negative pads (cropping) need mode CONSTANT, got {pads}")
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The size of each axis plus its pads."""
         shape = tuple(size + sum(self.sides.get(axis, ())) for axis, size in enumerate(bottoms[0]))
         empty = self.mode is not None and any(bottoms[0][axis] == 0 for axis in self.sides)
@@ -367,7 +364,7 @@ class Pad(TensorOperator):
             raise self.error(f"pads {self.sides} (axis: before, after) do not fit {bottoms[0]}")
         return [shape]
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Pad by a constant, or by index in the other modes."""
         bottom = bottoms[0]
         if self.mode is None:

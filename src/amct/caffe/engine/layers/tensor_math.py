@@ -7,43 +7,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from amct.caffe.engine.layer import Layer, canonical_axis, count, register
-from amct.caffe.engine.onnx_place import FLOAT, Place, fixed, product
+from amct.caffe.engine.layer import Layer, Place, Shape, Tensors, count, register
+from amct.caffe.engine.onnx_place import FLOAT, fixed, product
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from amct.caffe.engine.blob import Shape
-
-
-class TensorOperator(Layer):
-    """Subclasses define ``shapes`` and ``compute`` for all possible tops; those the net does not have are dropped."""
-
-    allows_in_place = False
-
-    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The shapes of the tops that the net has."""
-        return self.shapes(bottoms)[: len(self.top_blobs)]
-
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """The tops' shapes; by default that of the first bottom."""
-        return [bottoms[0]]
-
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The results of ``compute`` for the tops that the net has."""
-        return self.compute(bottoms)[: len(self.top_blobs)]
-
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Compute all tops as new float32 tensors."""
-        raise NotImplementedError
 
 
 MATRIX_AXES = 2
 
 
-class _Product(TensorOperator):
+class _Product(Layer):
     """The shape rules of matrix products."""
 
+    allows_in_place = False
     bottom_count = (2, 2)
 
     def product(self, left: Shape, right: Shape) -> Shape:
@@ -69,14 +46,14 @@ def _transposed(shape: Shape, is_transposed: bool) -> Shape:
 class MatMul(_Product):
     """The matrix product of the last two axes; leading axes are batch axes and are broadcast."""
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(..., M, N)."""
         options = self.parameter.matmul_param
         return [
             self.product(_transposed(bottoms[0], options.transpose_a), _transposed(bottoms[1], options.transpose_b))
         ]
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         options = self.parameter.matmul_param
         left = bottoms[0].mT if options.transpose_a else bottoms[0]
         right = bottoms[1].mT if options.transpose_b else bottoms[1]
@@ -100,11 +77,11 @@ class MatMul(_Product):
 class Mvm(_Product):
     """Matrix times vector: (..., M, K) and (..., K) give (..., M)."""
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(..., M)."""
         return [self.product(bottoms[0], (*bottoms[1], 1))[:-1]]
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """A x."""
         return [torch.matmul(bottoms[0], bottoms[1].unsqueeze(-1)).squeeze(-1)]
 
@@ -124,7 +101,7 @@ class Gemm(_Product):
 
     bottom_count = (2, 3)
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(rows of A', columns of B')."""
         options = self.parameter.gemm_param
         for shape in bottoms[:2]:
@@ -135,7 +112,7 @@ class Gemm(_Product):
             raise self.error(f"C of shape {bottoms[2]} cannot be broadcast to {result}")
         return [result]
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Return alpha * A' B' + beta * C."""
         options = self.parameter.gemm_param
         left = bottoms[0].T if options.trans_a else bottoms[0]
@@ -159,19 +136,20 @@ _COMPARISONS = {"Equal": torch.eq, "Greater": torch.gt}
 
 
 @register(*_COMPARISONS)
-class Compare(TensorOperator):
+class Compare(Layer):
     """1 where the bottoms are equal, or the first is greater, else 0; they are broadcast. Not differentiable."""
 
+    allows_in_place = False
     bottom_count = (2, 2)
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The broadcast shape."""
         try:
             return [np.broadcast_shapes(*bottoms)]
         except ValueError as error:
             raise self.error(f"bottoms of shapes {bottoms[0]} and {bottoms[1]} cannot be broadcast") from error
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         return [_COMPARISONS[self.type](*bottoms).to(bottoms[0].dtype)]
 
     def to_onnx(self, place: Place) -> None:
@@ -180,12 +158,13 @@ class Compare(TensorOperator):
 
 
 @register("Axpy")
-class Axpy(TensorOperator):
+class Axpy(Layer):
     """a * x + y with x and y (N, C, H, W) and a (N, C, 1, 1), as in SENet."""
 
+    allows_in_place = False
     bottom_count = (3, 3)
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shape of x."""
         a, x, y = bottoms
         if len(x) < 2 or a[:2] != x[:2] or count(a, 2) != 1:
@@ -194,7 +173,7 @@ class Axpy(TensorOperator):
             raise self.error(f"x and y must have one shape, got {x} and {y}")
         return [x]
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Return a * x + y."""
         a, x, y = bottoms
         return [a.reshape(*x.shape[:2], *(1,) * (x.dim() - 2)) * x + y]
@@ -217,25 +196,27 @@ _REDUCTIONS = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "amax", "R
 
 
 @register(*_REDUCTIONS)
-class Reduce(TensorOperator):
+class Reduce(Layer):
     """Reduces ``axes`` (all if none are given); ``keepdims`` keeps them with size 1.
 
     Values that are equally large, or equally small, share the gradient.
     """
 
+    allows_in_place = False
+
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the axes."""
         options = self.parameter.reduce_param
         number = len(bottoms[0])
-        axes = sorted({canonical_axis(axis, number, self.name) for axis in options.axes})
+        axes = sorted({self.canonical_axis(axis, number) for axis in options.axes})
         self.axes = axes or ([] if options.noop_with_empty_axes else list(range(number)))
         self.keep: bool = options.keepdims
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shape without the axes, or with size 1."""
         return [_without(bottoms[0], self.axes, keep=self.keep)]
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """The reduction, or a copy if there is no axis to reduce."""
         method, result = _REDUCTIONS[self.type], bottoms[0]
         if not self.axes:
@@ -255,21 +236,23 @@ class Reduce(TensorOperator):
 
 
 @register("ArgMin")
-class ArgMin(TensorOperator):
+class ArgMin(Layer):
     """The index of the minimum along ``axis``; on a tie the first, or the last with ``select_last_index``."""
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    allows_in_place = False
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shape without the axis, or with size 1."""
         options, shape = self.parameter.argmin_param, bottoms[0]
-        axis = canonical_axis(options.axis, len(shape), self.name)
+        axis = self.canonical_axis(options.axis, len(shape))
         if not shape[axis]:
             raise self.error(f"there is no smallest value along axis {axis} of {shape}")
         return [_without(shape, [axis], keep=options.keepdims)]
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """The index of the minimum."""
         options, bottom = self.parameter.argmin_param, bottoms[0]
-        axis = canonical_axis(options.axis, bottom.dim(), self.name)
+        axis = self.canonical_axis(options.axis, bottom.dim())
         if options.select_last_index:
             place = bottom.shape[axis] - 1 - bottom.flip(axis).argmin(axis, keepdim=options.keepdims)
         else:
@@ -297,10 +280,10 @@ class Reduction(Layer):
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The axes before ``axis``."""
-        self.axis = canonical_axis(self.parameter.reduction_param.axis, len(bottoms[0]), self.name)
+        self.axis = self.canonical_axis(self.parameter.reduction_param.axis, len(bottoms[0]))
         return [bottoms[0][: self.axis]]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Reduce by the operation."""
         options, bottom = self.parameter.reduction_param, bottoms[0]
         axes = list(range(self.axis, bottom.dim()))
@@ -331,7 +314,7 @@ class ArgMax(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         options = self.options = self.parameter.argmax_param
         shape = bottoms[0]
-        self.axis = canonical_axis(options.axis, len(shape), self.name) if options.HasField("axis") else None
+        self.axis = self.canonical_axis(options.axis, len(shape)) if options.HasField("axis") else None
         available = shape[self.axis] if self.axis is not None else count(shape, 1)
         if options.top_k < 1:
             raise self.error("top k must not be less than 1")
@@ -349,7 +332,7 @@ class ArgMax(Layer):
         rows = (2, options.top_k) if options.out_max_val else (1, options.top_k)
         return [(shape[0], *rows, *(1,) * (axes - 3))]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Sort and take the first top_k."""
         bottom, options = bottoms[0], self.options
         values = bottom.movedim(self.axis, -1) if self.axis is not None else bottom.reshape(bottom.shape[0], -1)
@@ -394,59 +377,61 @@ class ArgMax(Layer):
 
 
 @register("Sort")
-class Sort(TensorOperator):
+class Sort(Layer):
     """Sorts along ``axis``, ascending unless ``descending``; stable. Top 0: the values.
 
     Top 1 (optional): their indices.
     """
 
+    allows_in_place = False
     top_count = (1, 2)
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape, twice."""
-        canonical_axis(self.parameter.sort_param.axis, len(bottoms[0]), self.name)
-        return [bottoms[0], bottoms[0]]
+        self.canonical_axis(self.parameter.sort_param.axis, len(bottoms[0]))
+        return [bottoms[0], bottoms[0]][: len(self.top_blobs)]
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """A stable sort."""
         options, bottom = self.parameter.sort_param, bottoms[0]
-        axis = canonical_axis(options.axis, bottom.dim(), self.name)
+        axis = self.canonical_axis(options.axis, bottom.dim())
         values, places = bottom.sort(dim=axis, descending=options.descending, stable=True)
-        return [values, places.to(bottom.dtype)]
+        return [values, places.to(bottom.dtype)][: len(self.top_blobs)]
 
     def to_onnx(self, place: Place) -> None:
         """TopK of all values."""
         options, dims = self.parameter.sort_param, place.bottom_dims[0]
-        axis = canonical_axis(options.axis, len(dims), self.name)
+        axis = self.canonical_axis(options.axis, len(dims))
         (length,) = fixed(dims[axis : axis + 1])
         _write_top_k(place, length, axis, largest=bool(options.descending))
 
 
 @register("TopK")
-class TopK(TensorOperator):
+class TopK(Layer):
     """The ``k`` largest (or smallest) values along ``axis``, best first, then their indices; ties: first index wins."""
 
+    allows_in_place = False
     top_count = (1, 2)
 
-    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape with size k along the axis, twice."""
         options, shape = self.parameter.topk_param, bottoms[0]
-        axis = canonical_axis(options.axis, len(shape), self.name)
+        axis = self.canonical_axis(options.axis, len(shape))
         if not 1 <= options.k <= shape[axis]:
             raise self.error(f"k must lie between 1 and the {shape[axis]} values of axis {axis}, got {options.k}")
-        return [(*shape[:axis], options.k, *shape[axis + 1 :])] * 2
+        return [(*shape[:axis], options.k, *shape[axis + 1 :])] * len(self.top_blobs)
 
-    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """A stable sort, cut to k."""
         options, bottom = self.parameter.topk_param, bottoms[0]
-        axis = canonical_axis(options.axis, bottom.dim(), self.name)
+        axis = self.canonical_axis(options.axis, bottom.dim())
         values, places = bottom.sort(dim=axis, descending=options.largest, stable=True)
         best = values.narrow(axis, 0, options.k).contiguous()
-        return [best, places.narrow(axis, 0, options.k).to(bottom.dtype)]
+        return [best, places.narrow(axis, 0, options.k).to(bottom.dtype)][: len(self.top_blobs)]
 
     def to_onnx(self, place: Place) -> None:
         options = self.parameter.topk_param
-        axis = canonical_axis(options.axis, len(place.bottom_dims[0]), self.name)
+        axis = self.canonical_axis(options.axis, len(place.bottom_dims[0]))
         _write_top_k(place, int(options.k), axis, largest=bool(options.largest))
 
 

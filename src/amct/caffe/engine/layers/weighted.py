@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import FoldedParameters, Layer, canonical_axis, count, register
+from amct.caffe.engine.layer import Activation, FoldedParameters, Layer, Place, Shape, Tensors, count, register
 from amct.caffe.engine.layers.quantization import FakeQuantized
-from amct.caffe.engine.onnx_place import INT64, Place
+from amct.caffe.engine.onnx_place import INT64
 from amct.caffe.engine.windows import (
     SPATIAL_AXES,
     bind_packed,
@@ -25,9 +25,6 @@ from amct.numerics.settings import WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.layer import Activation
 
     Convolve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -51,7 +48,7 @@ class _BaseConvolution(FakeQuantized):
         """Read the options and create weight and bias."""
         options = self.options = self.parameter.convolution_param
         shape = bottoms[0]
-        self.axis = canonical_axis(options.axis, len(shape), self.name)
+        self.axis = self.canonical_axis(options.axis, len(shape))
         self.spatial_axes = len(shape) - self.axis - 1
         if self.spatial_axes > MAX_SPATIAL_AXES:
             raise self.error(f"at most {MAX_SPATIAL_AXES} spatial axes can be convolved, got shape {shape}")
@@ -100,12 +97,12 @@ class _BaseConvolution(FakeQuantized):
             tops.append((*shape[: self.axis], self.outputs, *sizes))
         return tops
 
-    def operations(self, bottoms: Sequence[Shape], tops: Sequence[Shape]) -> int:
+    def operations(self, bottoms: list[Shape], tops: list[Shape]) -> int:
         """For each value of the tops, transposed of the bottoms, as many as a row of the weight has."""
         values = sum(count(shape) for shape in (bottoms if self.transposed else tops))
         return values * count(self.weight_shape(), 1)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Convolve each bottom with the same weights."""
         bias = parameters[1] if len(parameters) > 1 else None
         weight = self.rounded_weight(parameters[0])
@@ -223,7 +220,7 @@ class Convolution(_BaseConvolution):
         self.write_onnx(place, "Conv")
 
 
-def _in_layout(parameters: list[torch.Tensor], layout: torch.memory_format) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _in_layout(parameters: Tensors, layout: torch.memory_format) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weight in a memory format, and the bias."""
     return parameters[0].contiguous(memory_format=layout), parameters[1] if len(parameters) > 1 else None
 
@@ -266,7 +263,7 @@ class DepthwiseConv(Convolution):
     def setup(self, bottoms: list[Shape]) -> None:
         """Set ``group`` and ``num_output`` where they are missing."""
         options = self.parameter.convolution_param
-        channels = bottoms[0][canonical_axis(options.axis, len(bottoms[0]), self.name)]
+        channels = bottoms[0][self.canonical_axis(options.axis, len(bottoms[0]))]
         if options.HasField("group") and options.group not in (1, channels):
             raise self.error(f"group must be the number of channels, {channels}, got {options.group}")
         options.group = channels
@@ -288,7 +285,7 @@ class InnerProduct(FakeQuantized):
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options and create weight and bias."""
         options = self.options = self.parameter.inner_product_param
-        self.axis = canonical_axis(options.axis, len(bottoms[0]), self.name)
+        self.axis = self.canonical_axis(options.axis, len(bottoms[0]))
         self.inputs = count(bottoms[0], self.axis)
         self.outputs: int = options.num_output
         shape = (self.inputs, self.outputs) if options.transpose else (self.outputs, self.inputs)
@@ -308,11 +305,11 @@ class InnerProduct(FakeQuantized):
             )
         return [(*bottoms[0][: self.axis], self.outputs)]
 
-    def operations(self, bottoms: Sequence[Shape], tops: Sequence[Shape]) -> int:
+    def operations(self, bottoms: list[Shape], tops: list[Shape]) -> int:
         """For each value of the top as many as there are inputs."""
         return count(tops[0]) * self.inputs
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Return x W^T + b."""
         bottom = bottoms[0]
         weight = self.weight_rows(self.rounded_weight(parameters[0]))
@@ -386,7 +383,7 @@ class Embed(Layer):
         """The bottom's shape, then num_output."""
         return [(*bottoms[0], self.options.num_output)]
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def forward(self, bottoms: Tensors, parameters: Tensors) -> Tensors:
         """Look up the rows."""
         index = bottoms[0].detach().to(torch.int64)
         if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < self.options.input_dim):

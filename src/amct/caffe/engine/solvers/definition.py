@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amct.atomic import is_folder
+from amct.atomic import AnyPath, is_folder
 from amct.caffe.engine.layer import TEST, TRAIN
 from amct.caffe.engine.messages import new_message, parse_message, read_net_message, read_text_file
 from amct.errors import ConfigError, FileError
 
 if TYPE_CHECKING:
-    import os
-
     from amct.caffe.engine.messages import ProtoMessage
 
 logger = logging.getLogger(__name__)
@@ -38,7 +36,7 @@ class NetDefinition:
     source: str
 
 
-def read_solver(path: str | os.PathLike[str]) -> ProtoMessage:
+def read_solver(path: AnyPath) -> ProtoMessage:
     """Read a solver prototxt and upgrade it to the current format.
 
     ``solver_type: ADAM`` becomes ``type: "Adam"``. A missing ``snapshot_prefix`` is the file's name without its

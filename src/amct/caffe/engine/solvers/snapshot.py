@@ -86,8 +86,7 @@ def write_snapshot(graph: NetGraph, state: StoredState, parameter: ProtoMessage)
 
 def _write(files: FileGroup, path: str, parts: Sequence[bytes | memoryview]) -> None:
     with files.open(path) as file:
-        for part in parts:
-            file.write(part)
+        file.writelines(parts)
 
 
 def _write_state_hdf5(path: Path, state: StoredState) -> None:

@@ -13,7 +13,7 @@ import signal
 import time
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -28,10 +28,10 @@ from amct.caffe.engine.wire import StoredBlob, StoredState
 from amct.errors import ArgumentError, ConfigError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
+    from amct.atomic import AnyPath
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.solvers.definition import NetDefinition
 
@@ -102,30 +102,16 @@ def scores(net: Net) -> list[Score]:
     ]
 
 
-class MeanScores:
-    """The mean of a net's outputs over several forward passes."""
+def added(totals: list[Score], net: Net) -> list[Score]:
+    """The sums of scores with those of one more pass; surplus values (of a batch of another size) are ignored."""
+    pairs = zip(totals, scores(net), strict=False)
+    sums = [replace(total, value=float(np.float32(total.value) + np.float32(new.value))) for total, new in pairs]
+    return sums if totals else scores(net)
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._sums: list[Score] = []
 
-    def add(self, new: list[Score]) -> None:
-        """Add the outputs of one forward pass; surplus values (a batch of another size) are ignored."""
-        if self.count == 0:
-            self._sums = new
-        else:
-            self._sums = [
-                Score(total.name, float(np.float32(total.value) + np.float32(score.value)), total.loss_weight)
-                for total, score in zip(self._sums, new, strict=False)
-            ]
-        self.count += 1
-
-    def means(self) -> list[Score]:
-        """The mean of each value so far."""
-        return [
-            Score(total.name, total.value / self.count if self.count else math.nan, total.loss_weight)
-            for total in self._sums
-        ]
+def divided(totals: list[Score], passes: int) -> list[Score]:
+    """The mean of each value."""
+    return [replace(total, value=total.value / passes) for total in totals]
 
 
 @dataclass(frozen=True)
@@ -149,14 +135,14 @@ def evaluate(net: Net, iterations: int) -> Evaluation:
     if iterations < 1:
         raise ArgumentError(f"iterations must be at least 1, got {iterations}")
     logger.info("Running for %d iterations.", iterations)
-    mean, loss = MeanScores(), 0.0
+    totals: list[Score] = []
+    loss = 0.0
     for batch in range(iterations):
         loss += Net.forward(net)
-        found = scores(net)
-        for score in found:
+        for score in scores(net):
             logger.info("Batch %d, %s = %g", batch, score.name, score.value)
-        mean.add(found)
-    return Evaluation(loss / iterations, mean.means())
+        totals = added(totals, net)
+    return Evaluation(loss / iterations, divided(totals, iterations))
 
 
 class EngineSolver:
@@ -246,7 +232,7 @@ class EngineSolver:
 
     # ------------------------------------------------------------------ training
 
-    def solve(self, resume_file: str | os.PathLike[str] | None = None) -> None:
+    def solve(self, resume_file: AnyPath | None = None) -> None:
         """Train up to ``max_iter``, write a snapshot, and test once more.
 
         Args:
@@ -366,17 +352,18 @@ class EngineSolver:
         logger.info("Iteration %d, Testing net (#%d)", self._iteration, index)
         net = self.test_nets[index]
         net.share_weights(self.net)
-        mean, loss = MeanScores(), 0.0
-        for _ in range(self.param.test_iter[index]):
+        totals: list[Score] = []
+        passes, loss = self.param.test_iter[index], 0.0
+        for _ in range(passes):
             self._handle_requests()
             if self._stopped:
                 logger.info("Test interrupted.")
                 return []
             loss += Net.forward(net)
-            mean.add(scores(net))
-        if self.param.test_compute_loss and mean.count:
-            logger.info("Test loss: %g", loss / mean.count)
-        results = mean.means()
+            totals = added(totals, net)
+        if self.param.test_compute_loss and passes:
+            logger.info("Test loss: %g", loss / passes)
+        results = divided(totals, passes)
         for number, score in enumerate(results):
             logger.info("    Test net output #%d: %s", number, score)
         return results
@@ -401,7 +388,7 @@ class EngineSolver:
         state = StoredState(iteration=self._iteration, history=history, current_step=self._current_step)
         snapshots.write_snapshot(self.net.graph, state, self.param)
 
-    def restore(self, path: str | os.PathLike[str]) -> None:
+    def restore(self, path: AnyPath) -> None:
         """Resume from a snapshot: iteration, weights, history. Nothing changes if the state does not fit.
 
         Raises:
