@@ -449,19 +449,24 @@ def _cpu_group() -> distributed.ProcessGroup | None:
     )
 
 
+def joined(parts: Mapping[str, Mapping[str, NDArray[Any]]]) -> Arrays:
+    """The arrays of all parts, each with its part and a slash before its name."""
+    return {f"{part}/{name}": array for part, arrays in parts.items() for name, array in arrays.items()}
+
+
+def part_of(arrays: Mapping[str, NDArray[Any]], part: str) -> Arrays:
+    """The arrays of one part that was joined with others, by their own names."""
+    prefix = f"{part}/"
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
 def _flat(found: Mapping[int, Arrays]) -> Arrays:
-    return {f"{rank}/{name}": array for rank, arrays in found.items() for name, array in arrays.items()} | {
-        "ranks": np.array(sorted(found), np.int64)
-    }
+    parts = joined({str(rank): arrays for rank, arrays in found.items()})
+    return {**parts, "ranks": np.array(sorted(found), np.int64)}
 
 
 def _by_rank(arrays: Arrays) -> dict[int, Arrays]:
-    found: dict[int, Arrays] = {int(rank): {} for rank in arrays["ranks"]}
-    for key, array in arrays.items():
-        rank, _, name = key.partition("/")
-        if name:
-            found[int(rank)][name] = array
-    return found
+    return {int(rank): part_of(arrays, str(rank)) for rank in arrays["ranks"]}
 
 
 def pack(arrays: Mapping[str, NDArray[Any]]) -> bytes:

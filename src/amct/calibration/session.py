@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.calibration.ranks import ALONE, Meeting, Ranks, fingerprint
+from amct.calibration.ranks import ALONE, Meeting, Ranks, fingerprint, joined, part_of
 from amct.calibration.streams import (
     HIDDEN,
     INPUT,
@@ -366,11 +366,11 @@ class CalibrationSession(ObservedTensors):
             CalibrationError: It does not belong to such a session.
         """
         for number, watched in enumerate(self._streams()):
-            watched.restore(_part(state, f"{number}/"))
+            watched.restore(part_of(state, str(number)))
             if not 0 <= watched.seen <= batches:
                 raise CalibrationError(f"{watched.stream.described}: {watched.seen} of {batches} batches observed")
         for number, name in enumerate(self._tensor_names):
-            part = _part(state, f"tensor {number}/")
+            part = part_of(state, f"tensor {number}")
             if part:
                 mergeable(self._tensors[name]).restore(part)
             else:
@@ -380,22 +380,19 @@ class CalibrationSession(ObservedTensors):
 
     def state(self) -> Arrays:
         """What was observed so far, as arrays that files hold without pickle."""
-        arrays: Arrays = {}
-        for number, watched in enumerate(self._streams()):
-            arrays |= {f"{number}/{name}": array for name, array in watched.state().items()}
+        parts = {str(number): watched.state() for number, watched in enumerate(self._streams())}
         for number, name in enumerate(self._tensor_names):
             if name in self._tensors:
-                found = mergeable(self._tensors[name]).state()
-                arrays |= {f"tensor {number}/{key}": array for key, array in found.items()}
-        return arrays
+                parts[f"tensor {number}"] = dict(mergeable(self._tensors[name]).state())
+        return joined(parts)
 
     def _merge(self, arrays: Arrays) -> None:
         """Add the state of another process; a tensor that one of them has given up is left out."""
         for number, watched in enumerate(self._streams()):
-            watched.merge(_part(arrays, f"{number}/"))
+            watched.merge(part_of(arrays, str(number)))
         for number, name in enumerate(self._tensor_names):
             observer = self._tensors.get(name)
-            part = _part(arrays, f"tensor {number}/")
+            part = part_of(arrays, f"tensor {number}")
             if observer is not None and part:
                 merge_state(mergeable(observer), mergeable(_without_data(observer)), part)
             else:
@@ -425,22 +422,16 @@ def _described(stream: Stream) -> str:
     return repr((stream.layer, stream.name, stream.settings, stream.batch_num))
 
 
-def _part(arrays: Arrays, prefix: str) -> Arrays:
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-
-
 def _result_as_arrays(result: CalibrationResult, tensors: Sequence[str]) -> Arrays:
-    arrays: Arrays = {}
+    parts: dict[str, Arrays] = {}
     streams = [(layer, name) for layer, own in result.layers.items() for name in own]
     for number, (layer, name) in enumerate(streams):
-        found = result.layers[layer][name].as_arrays()
-        arrays |= {f"{number}/{key}": array for key, array in found.items()}
-        arrays[f"{number}/shape"] = np.array(result.shapes[layer][name], np.int64)
+        shape = np.array(result.shapes[layer][name], np.int64)
+        parts[str(number)] = {**result.layers[layer][name].as_arrays(), "shape": shape}
     for number, name in enumerate(tensors):
         if name in result.tensors:
-            found = result.tensors[name].as_arrays()
-            arrays |= {f"tensor {number}/{key}": array for key, array in found.items()}
-    return arrays
+            parts[f"tensor {number}"] = result.tensors[name].as_arrays()
+    return joined(parts)
 
 
 def _result_from_arrays(
@@ -450,10 +441,10 @@ def _result_from_arrays(
     found: dict[str, dict[str, Observed]] = {layer: {} for layer in layers}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {layer: {} for layer in layers}
     for number, (layer, name) in enumerate(streams):
-        part = _part(arrays, f"{number}/")
+        part = part_of(arrays, str(number))
         shapes[layer][name] = tuple(part.pop("shape").tolist())
         found[layer][name] = Observed.from_arrays(part)
-    parts = {name: _part(arrays, f"tensor {number}/") for number, name in enumerate(tensors)}
+    parts = {name: part_of(arrays, f"tensor {number}") for number, name in enumerate(tensors)}
     between = {name: Observed.from_arrays(part) for name, part in parts.items() if part}
     return CalibrationResult(layers=found, tensors=between, shapes=shapes)
 

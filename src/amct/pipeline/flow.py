@@ -35,7 +35,7 @@ import torch
 
 from amct import __version__, atomic, log
 from amct.calibration import all_ranks
-from amct.calibration.ranks import ALONE, fingerprint
+from amct.calibration.ranks import ALONE, fingerprint, joined, part_of
 from amct.data.arrays import read_arrays
 from amct.errors import AmctError, ArgumentTypeError, CalibrationError, FileError
 from amct.export.check.batch import KeptBatches
@@ -278,8 +278,7 @@ class Interim:
         """
         if f"{what}/done" not in self._found:
             return 0
-        prefix = f"{what}/state/"
-        state = {name.removeprefix(prefix): each for name, each in self._found.items() if name.startswith(prefix)}
+        state = part_of(self._found, f"{what}/state")
         try:
             done = _number(self._found[f"{what}/done"])
             if not 0 < done <= (done if most is None else most):
@@ -380,8 +379,7 @@ class Interim:
 
 
 def _pass_arrays(what: str, session: ObservingSession, done: int) -> Arrays:
-    arrays = {f"{what}/state/{name}": array for name, array in session.state().items()}
-    return {f"{what}/done": np.array([done], np.int64), **arrays}
+    return {f"{what}/done": np.array([done], np.int64), **joined({f"{what}/state": session.state()})}
 
 
 def _number(array: NDArray[Any]) -> int:
