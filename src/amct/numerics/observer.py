@@ -205,35 +205,34 @@ class RunningRange:
         self.channel_axis = channel_axis
         self.batches = 0
         self.count = 0
-        self._minimum = torch.empty(0)
-        self._maximum = torch.empty(0)
-        self._known = (np.inf, -np.inf)
-        """The range of some batches (per tensor only): Python's numbers are compared in a tenth of the time."""
-        self._is_joined = True
-        """Whether minimum and maximum include the known range."""
+        self._low, self._high = np.inf, -np.inf
+        """Of a whole tensor: Python's numbers are compared in a tenth of the time."""
+        self._minimum = self._maximum = torch.empty(0)
+        """Of channels."""
 
     @property
     def minimum(self) -> Tensor:
         """The smallest value of every channel; none before the first value."""
-        self._join_known()
-        return self._minimum
+        return self._as_tensor(self._low) if self.channel_axis is None else self._minimum
 
     @property
     def maximum(self) -> Tensor:
         """The largest value of every channel."""
-        self._join_known()
-        return self._maximum
+        return self._as_tensor(self._high) if self.channel_axis is None else self._maximum
+
+    def _as_tensor(self, end: float) -> Tensor:
+        return torch.tensor([end + 0.0] if self.count else [], dtype=torch.float32)  # of two zeros the positive one
 
     def ends(self, channel: int) -> tuple[float, float]:
         """The smallest and the largest value of a channel."""
-        if self._minimum.numel() == 0:  # only known ranges, of a tensor: no tensors are needed
-            return self._known[0] + 0.0, self._known[1] + 0.0
-        return float(self.minimum[channel]), float(self.maximum[channel])
+        if self.channel_axis is None:
+            return self._low + 0.0, self._high + 0.0
+        return float(self._minimum[channel]), float(self._maximum[channel])
 
     @property
     def channels(self) -> int:
         """Number of channels; 0 before the first value."""
-        return self.minimum.numel()
+        return min(self.count, 1) if self.channel_axis is None else self._minimum.numel()
 
     def add(self, x: Tensor) -> Tensor:
         """Add one batch and return it as rows ``[channels, n]``; a batch that raises changes nothing.
@@ -259,9 +258,7 @@ class RunningRange:
 
     def add_known(self, count: int, minimum: float, maximum: float) -> None:
         """Add one batch of ``count`` values whose minimum and maximum are known (per tensor only)."""
-        low, high = self._known
-        if minimum < low or maximum > high:
-            self._known, self._is_joined = (min(low, minimum), max(high, maximum)), False
+        self._low, self._high = min(self._low, minimum), max(self._high, maximum)
         self.count += count
         self.batches += 1
 
@@ -291,8 +288,10 @@ class RunningRange:
                 f"the state of an observer does not fit: {self.count} values of {self.batches} batches with "
                 f"{minimum.size} ranges"
             )
-        self._minimum, self._maximum = torch.from_numpy(minimum.copy()), torch.from_numpy(maximum.copy())
-        self._known, self._is_joined = (np.inf, -np.inf), True
+        self._low, self._high = np.inf, -np.inf
+        self._minimum = self._maximum = torch.empty(0)
+        if minimum.size:
+            self._extend(torch.from_numpy(minimum.copy()), torch.from_numpy(maximum.copy()))
 
     def require_values(self) -> None:
         """Raise unless at least one value was observed.
@@ -306,13 +305,10 @@ class RunningRange:
                 "run the model on calibration data before computing factors"
             )
 
-    def _join_known(self) -> None:
-        if not self._is_joined:
-            self._is_joined = True
-            known = np.array(self._known, np.float32)
-            self._extend(torch.from_numpy(known[:1]), torch.from_numpy(known[1:]))
-
     def _extend(self, minimum: Tensor, maximum: Tensor) -> None:
+        if self.channel_axis is None:
+            self._low, self._high = min(self._low, float(minimum)), max(self._high, float(maximum))
+            return
         minimum, maximum = minimum + 0.0, maximum + 0.0  # of two zeros the positive one, in whatever order they come
         if self.channels == 0:
             self._minimum, self._maximum = minimum, maximum
