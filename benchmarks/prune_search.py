@@ -1,12 +1,12 @@
 """What pruning to a budget gains over equal ratios: accuracy after training, and measured time.
 
-    python benchmarks/prune_search.py                 everything
-    python benchmarks/prune_search.py flops latency   only these rows: flops, inner, latency
+    python benchmarks/prune_search.py                           everything
+    python benchmarks/prune_search.py flops latency --seeds 1   only these rows; only this seed
 
 Needs the real models (AMCT_ASSETS, or shared/assets beside the project). ResNet-20 on CIFAR-10 (float 91.57 %) and
 EfficientNet-Lite0. Training is that of ``prune_pytorch.py``: two epochs on 10 000 pictures, the same for all. The
-search sees 2048 of these pictures, and the loss on 256 of them. One thread; CPU seconds. Accuracies of AMCT_BENCH_SEEDS
-seeds (3) are printed and written to ``benchmarks/results/prune_search.json``. Equal ratios are found by the same
+search sees 2048 of these pictures, and the loss on 256 of them. One thread; CPU seconds. Accuracies are printed and
+written to ``benchmarks/results/prune_search.json``, where those of other seeds stay. Equal ratios are found by the same
 functions: the same channels first, the same fit of the layers behind them, batch norms measured anew.
 """
 
@@ -24,20 +24,26 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import torch  # noqa: E402
-from prune_pytorch import ASSETS, SEEDS, STATISTICS, Setting, cifar_images, train  # noqa: E402  found through the path
+from prune_pytorch import ASSETS, STATISTICS, Setting, cifar_images, train  # noqa: E402  found through the path
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import amct.pytorch as amct  # noqa: E402
+from amct.pytorch.pruning.budget.combining import BITS  # noqa: E402
+from amct.pytorch.pruning.saving import plain_copy  # noqa: E402
 from amct.pytorch.pruning.timing import Stopwatch  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from amct.pytorch.pruning.budget.result import Combination
+
 RESULTS = HERE / "results" / "prune_search.json"
-EPOCHS, HALF, SHORTER = 2, 0.5, 0.7
+EPOCHS, SEEDS, HALF, SHORTER = 2, (0, 1, 2), 0.5, 0.7
+BIT_BUDGETS = (1 / 2, 1 / 16, 3 / 64, 1 / 32)
+"""Shares of the multiplications times the bits of both factors; 8 bits alone are 1 / 16."""
 Values = dict[str, Any]
 
 
@@ -49,8 +55,9 @@ def cross_entropy(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 class Searched(Setting):
     """ResNet-20 with labelled pictures."""
 
-    def __init__(self) -> None:
+    def __init__(self, seeds: Sequence[int]) -> None:
         super().__init__()
+        self.seeds = seeds
         labels = cifar_images(ASSETS, "train_10000", STATISTICS)[1].split(128)
         self.batches = list(zip(self.statistics, labels, strict=True))
         self.outer = [name for name, module in self.net.named_modules() if isinstance(module, nn.Conv2d)]
@@ -62,15 +69,20 @@ class Searched(Setting):
         result = amct.prune_to(self.net, self.batches, loss=cross_entropy, **settings)
         return result, time.process_time() - start
 
+    def simulated(self, way: Combination) -> nn.Module:
+        """A model as it is before training, with its 8 bits."""
+        model = plain_copy(way.result.model)
+        return model if way.bits > BITS else amct.quantize(model, self.statistics[:4]).model
+
     def after(self, model: nn.Module) -> Values:
         """Accuracy before training, and after it for each seed."""
         import copy
 
-        found: Values = {"before": self.top1(model), "after": []}
-        for seed in range(SEEDS):
+        found: Values = {"before": self.top1(model), "after": {}}
+        for seed in self.seeds:
             duplicate = copy.deepcopy(model)
             train(duplicate, EPOCHS, seed)
-            found["after"].append(self.top1(duplicate))
+            found["after"][str(seed)] = self.top1(duplicate)
             print(json.dumps(found), flush=True)
         return found
 
@@ -173,19 +185,35 @@ def latency(setting: Searched) -> Values:
     return found
 
 
-ROWS: dict[str, Callable[[Searched], Values]] = {"flops": flops, "inner": inner, "latency": latency}
+def bits(setting: Searched) -> Values:
+    """One ladder for channels, 2:4, low rank and 8 bits: the accuracy of each way to a budget, without training."""
+    found: Values = {}
+    for share in BIT_BUDGETS:
+        result, seconds = setting.found(flops=share, align=1, quantize=True)
+        ways = {each.name: setting.top1(setting.simulated(each)) for each in result.combinations}
+        found[f"{share:g}"] = {"first": result.combinations[0].name, "top-1": ways, "CPU s": seconds}
+        print(json.dumps(found), flush=True)
+    return found
+
+
+ROWS: dict[str, Callable[[Searched], Values]] = {"flops": flops, "inner": inner, "latency": latency, "bits": bits}
 
 
 def main() -> None:
     """Run the rows that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", default=list(ROWS), metavar="row", help=", ".join(ROWS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="of the trainings (%(default)s)")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    setting = Searched()
-    for row in parser.parse_args().rows:
+    setting = Searched(given.seeds)
+    for row in given.rows:
         values = ROWS[row](setting)
         print(row, json.dumps(values, indent=2), flush=True)
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        for name, before in known.get(row, {}).items():
+            if "after" in values.get(name, {}):
+                values[name]["after"] = before["after"] | values[name]["after"]
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(known | {row: values}, indent=2) + "\n")
 

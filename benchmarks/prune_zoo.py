@@ -53,8 +53,9 @@ TIMM = (
     "mobilevit_xxs",
     "poolformer_s12",
     "deit_tiny_patch16_224",
+    "swin_tiny_patch4_window7_224",
 )
-LARGE_PICTURES = ("inception_v3", "vit_b_16", "swin_t", "maxvit_t", "deit_tiny_patch16_224", "mixer_s32_224")
+LARGE_PICTURES = ("inception_v3", "vit_b_16", "swin_t", "maxvit_t", *TIMM[-2:], "mixer_s32_224")
 
 
 def network(name: str) -> torch.nn.Module:

@@ -84,6 +84,25 @@ class NormedMlp(LastMlp):
         return (x + self.down(functional.gelu(self.up(self.norm(x))))).permute(0, 3, 1, 2)
 
 
+class Heads(nn.Module):
+    """Attention of three heads between all positions, in two styles."""
+
+    def __init__(self, channels: int, *, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.width, self.fused = 3, 4, fused
+        self.qkv, self.proj = nn.Linear(channels, 36), nn.Linear(12, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(2).transpose(1, 2)
+        parts = self.qkv(tokens).reshape(*tokens.shape[:2], 3, self.heads, self.width).permute(2, 0, 3, 1, 4)
+        q, k, v = parts.unbind(0)
+        if self.fused:
+            found = functional.scaled_dot_product_attention(q, k, v)
+        else:
+            found = (q @ k.transpose(-2, -1) * 0.5).softmax(-1) @ v
+        return x + self.proj(found.transpose(1, 2).flatten(2)).transpose(1, 2).unflatten(2, x.shape[2:])
+
+
 class ComputedParts(nn.Module):
     """A split by sizes that follow the tensor."""
 
@@ -183,6 +202,17 @@ class RandomNet(nn.Module):
         layer = nn.MaxPool2d(3, 1, 1) if kind is nn.MaxPool2d else kind(channels)
         return "one", (place,), layer, channels
 
+    def attention(self, place, channels):
+        return "one", (place,), Heads(channels, fused=self.random.random() < 0.5), channels
+
+    def group_norm(self, place, channels):
+        if channels % 2 or channels == 2:
+            return None
+        norm = nn.GroupNorm(2, channels)
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        return "one", (place,), norm, channels
+
     def shuffled(self, place, channels):
         return ("one", (place,), Shuffle(), channels) if channels % 2 == 0 else None
 
@@ -216,6 +246,6 @@ class RandomNet(nn.Module):
 
 KINDS = (
     "convolution", "convolution", "convolution", "transposed", "grouped_transposed", "depthwise", "grouped",
-    "many_groups",
+    "many_groups", "attention", "group_norm",
     "same_size", "same_size", "shuffled", "halves", "padded", "added", "added", "joined",
 )  # fmt: skip

@@ -19,20 +19,30 @@ def zeroed(model, removal):
     """A copy whose removed channels have zeros in every weight that makes or reads them."""
     duplicate = copy.deepcopy(model)
     with torch.no_grad():
+        grouped = {layer.weight: layer for layer in removal.channel_map.layers if in_groups(duplicate, layer.name)}
         for name, parameter in duplicate.named_parameters():
             for axis, labels in enumerate(removal.channel_map.parameters.get(name, ())):
-                if labels is not None:
+                if labels is not None and not (axis == 1 and name in grouped):
                     parameter.index_fill_(axis, torch.from_numpy(removal.removed(labels)), 0.0)
+        for name, layer in grouped.items():
+            parameter, groups = duplicate.get_parameter(name), duplicate.get_submodule(layer.name).groups
+            columns = layer.inputs if layer.axes[0] == 1 else layer.outputs  # each group has its own behind its rows
+            for part, own in zip(parameter.chunk(groups), columns.reshape(groups, -1), strict=True):
+                part.index_fill_(1, torch.from_numpy(removal.removed(own)), 0.0)
     for name, module in list(duplicate.named_modules()):
         labels = removal.channel_map.parameters.get(f"{name}.weight", (None,))[0]
-        if isinstance(module, nn.LayerNorm) and labels is not None:
+        if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) and labels is not None:
             parent, _, leaf = name.rpartition(".")
             setattr(duplicate.get_submodule(parent), leaf, NormOfOthers(module, removal.removed(labels)))
     return duplicate
 
 
+def in_groups(model, name):
+    return getattr(model.get_submodule(name), "groups", 1) > 1 if name in dict(model.named_modules()) else False
+
+
 class NormOfOthers(nn.Module):
-    """A LayerNorm over the channels that are not removed: zeros would count in its mean and variance."""
+    """A norm over the channels that are not removed: zeros would count in its mean and variance."""
 
     def __init__(self, norm, removed):
         super().__init__()
@@ -40,9 +50,14 @@ class NormOfOthers(nn.Module):
         self.kept = [place for place in range(len(norm.weight)) if place not in set(removed.tolist())]
 
     def forward(self, x):
+        found = torch.zeros_like(x)
+        if isinstance(self.norm, nn.GroupNorm):
+            kept, norm = x[:, self.kept], self.norm
+            options = {"weight": norm.weight[self.kept], "bias": norm.bias[self.kept], "eps": norm.eps}
+            found[:, self.kept] = nn.functional.group_norm(kept, norm.num_groups, **options)
+            return found
         kept, norm = x[..., self.kept], self.norm
         spread = (kept.var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
-        found = torch.zeros_like(x)
         values = (kept - kept.mean(-1, keepdim=True)) / spread
         found[..., self.kept] = values * norm.weight[self.kept] + norm.bias[self.kept]
         return found

@@ -19,9 +19,10 @@ import numpy as np
 
 from amct.numerics.observer import is_dense
 from amct.pytorch.pruning.cutting import PARAMETER, node_type
+from amct.pytorch.pruning.user_sizes import UserSizes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -169,23 +170,36 @@ class ChannelMap:
     Attributes:
         program: The operations.
         model: The model.
-        literal_places: Lines of user code (``file:line``) whose sizes are known to be literal.
+        sizes: What is known of the sizes in the user's code.
+        carriers: By line: which of the axes that a reshape splits one into has its channels, counted from the last
+            one; 0, as where none is noted: the one that is most likely.
         sets: Which channels belong together, and which must stay.
         layers: The operations with weights and the normalizations, in execution order.
         parameters: The labels along each axis of each parameter and buffer that was read.
         axes: The labels along each axis of each activation, by the identity of its value.
-        assumed: Lines whose sizes are assumed to follow the number of channels, with these channels.
+        followed: By line: the calls of modules whose sizes are assumed to follow these numbers of channels.
+        rows: Rows of channels that must lose as many each, with the reason.
+        splits: By line: the channels of the axes that reshapes split, and into how many at most.
+        contracted: The channels that a value is a sum over, by its identity: those of the last products.
+        attentions: The identities of values that are a softmax of products.
+        head_widths: Channels of queries, keys and values: a part of a head should not go if a whole one can.
         starts: By slice: the channels in front of its start.
     """
 
     program: Program
     model: nn.Module
-    literal_places: frozenset[str] = frozenset()
+    sizes: UserSizes = field(default_factory=UserSizes)
+    carriers: Mapping[str, int] = field(default_factory=dict)
     sets: ChannelSets = field(default_factory=ChannelSets)
     layers: list[LayerChannels] = field(default_factory=list)
     parameters: dict[str, Axes] = field(default_factory=dict)
     axes: dict[int, Axes] = field(default_factory=dict)
-    assumed: dict[str, Labels] = field(default_factory=dict)
+    followed: dict[str, list[tuple[str, Labels]]] = field(default_factory=dict)
+    rows: list[tuple[Labels, str]] = field(default_factory=list)
+    splits: dict[str, tuple[Labels, int]] = field(default_factory=dict)
+    contracted: dict[int, list[Labels]] = field(default_factory=dict)
+    attentions: set[int] = field(default_factory=set)
+    head_widths: list[Labels] = field(default_factory=list)
     starts: dict[str, Labels] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -243,12 +257,27 @@ class ChannelMap:
         """Note that a size given to the operation must follow its channels; if it is literal, they are kept."""
         if labels is None:
             return None
-        if operation.where in self.literal_places:
+        if operation.where in self.sizes.literal:
             self.keep([labels], operation, "has a literal size")
         else:
-            before = self.assumed.get(operation.where)
-            self.assumed[operation.where] = labels if before is None else np.concatenate([before, labels])
+            path = operation.callers[-1].path if operation.callers else ""
+            self.followed.setdefault(operation.where, []).append((path, labels))
         return labels
+
+    def lose_alike(self, rows: Labels, reason: str, *, same: bool = False) -> None:
+        """Note that each row must lose as many channels; of ``same`` rows those at the same positions."""
+        if same:
+            self.sets.join_rows(rows, reason)
+        else:
+            self.rows.append((rows, reason))
+
+    def inherit(self, value: ProgramTensor, results: Sequence[ProgramTensor]) -> None:
+        """Let results that change the elements of a value only be sums over the same channels."""
+        for result in results:
+            if id(value) in self.contracted:
+                self.contracted.setdefault(id(result), self.contracted[id(value)])
+            if id(value) in self.attentions:
+                self.attentions.add(id(result))
 
     def labelled(self, axis: Axis, size: int) -> Labels:
         """The labels of an axis, also of one that is kept whole."""

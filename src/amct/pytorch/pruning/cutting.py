@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 PARAMETER = "Parameter"
 """The type of a node that is a parameter or buffer by itself, cut along the attribute ``axis``."""
+NUMBER = "Number"
+"""The type of a node that is an attribute of a module, a number of channels such as ``num_heads``."""
 REPEAT = "repeat"
 """Of a Linear behind a Flatten: the number of its inputs per channel."""
 
@@ -86,6 +88,9 @@ class _ChainWriter:
                 if own is not None and len(positions := self._places(sets.roots(own))):
                     node = PruneNode.channels(name, PARAMETER, 0, len(own), positions, axis=axis)
                     consumers[f"{name}:{axis}"] = node
+        for name, own in channel_map.sizes.changed(channel_map):
+            if len(positions := self._places(sets.roots(own))):
+                consumers.setdefault(name, PruneNode.channels(name, NUMBER, 0, len(own), positions))
         return PruneRecord(producers=tuple(producers), consumers=tuple(consumers.values()))
 
     def _places(self, roots: Labels) -> list[int]:
@@ -172,10 +177,13 @@ def cut_channels(model: nn.Module, chains: Iterable[PruneRecord], source: str = 
         for (name, axis), positions in cuts.of_tensors.items():
             path, _, leaf = name.rpartition(".")
             _replace(cuts.modules[path], leaf, axis, positions)
+        for name, positions in cuts.of_numbers.items():
+            path, _, leaf = name.rpartition(".")
+            setattr(cuts.modules[path], leaf, getattr(cuts.modules[path], leaf) - len(positions))
 
 
 class _Cuts:
-    """What the chains of a record remove from a model: from its modules, and from tensors along an axis."""
+    """What the chains of a record remove from a model: from its modules, from tensors along an axis, from numbers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -183,6 +191,7 @@ class _Cuts:
         self.tensors.update(model.named_buffers(remove_duplicate=False))
         self.of_modules: dict[str, _ModuleCut] = {}
         self.of_tensors: dict[tuple[str, int], set[int]] = {}
+        self.of_numbers: dict[str, set[int]] = {}
 
     def note(self, node: PruneNode, where: str, *, produces: bool) -> None:
         """Check a node against the model and note what it removes."""
@@ -192,6 +201,13 @@ class _Cuts:
                 raise RecordError(f"{where}: the model has no parameter with this name and axis {axis}")
             positions = _positions(node, self.tensors[node.name].shape[axis], where)
             self.of_tensors.setdefault((node.name, axis), set()).update(positions)
+            return
+        if node.kind == NUMBER:
+            path, _, leaf = node.name.rpartition(".")
+            number = getattr(self.modules.get(path), leaf, None)
+            if type(number) is not int or number != node.end:
+                raise RecordError(f"{where}: expected an attribute with the value {node.end}, got {number!r}")
+            self.of_numbers.setdefault(node.name, set()).update(_positions(node, number, where))
             return
         module = self.modules.get(node.name)
         if module is None:

@@ -9,7 +9,7 @@ and the choice is made anew.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from amct.errors import ModelError
@@ -21,6 +21,7 @@ from amct.pytorch.pruning.cutting import chain_records, cut_channels
 from amct.pytorch.pruning.propagation import map_channels
 from amct.pytorch.pruning.removal import Removal, cost_of
 from amct.pytorch.pruning.selection import ChannelCell, choose, find_cells
+from amct.pytorch.pruning.user_sizes import UserSizes
 from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGEST_RATIO = 0.95
+_LAYOUT = frozenset({"alias", "clone", "contiguous"})
+"""Operations that a captured program has only if a tensor's layout needs them."""
+_VIEWS = dict.fromkeys(("_unsafe_view", "view"), "reshape")
+"""Operations of which a captured program has one or the other, as a tensor's layout needs."""
 _SEARCH_STEPS = 7
 
 
@@ -89,13 +94,13 @@ class Reached:
         channel_map: The channels of the model.
         cells: Those that may be removed, in the order in which they go.
         moments: What was measured of the inputs of layers.
-        literal: The lines of user code whose sizes are literal, as far as they are known.
+        sizes: What is known of the sizes in the user's code.
     """
 
     channel_map: ChannelMap
     cells: Sequence[ChannelCell]
     moments: Mapping[str, InputMoments]
-    literal: frozenset[str]
+    sizes: UserSizes
 
 
 def prune_fully(traced: Traced, wanted: Wanted, batches: Iterable[Arguments] = ()) -> Pruned:
@@ -115,30 +120,31 @@ def cut_chosen(
     wanted: Wanted,
     choice: Callable[[Reached], Removal],
     batches: Iterable[Arguments] = (),
-    literal: frozenset[str] = frozenset(),
-) -> tuple[Pruned, frozenset[str]]:
-    """Remove the channels of a choice, which is made anew whenever a literal size is found.
+    sizes: UserSizes | None = None,
+) -> tuple[Pruned, UserSizes]:
+    """Remove the channels of a choice, which is made anew whenever a size does not follow as was assumed.
 
     Args:
         traced: The model.
         wanted: Which layers stay, and how numbers of channels are rounded.
         choice: What goes.
         batches: To fit layers to.
-        literal: Lines of user code whose sizes are known to be literal.
+        sizes: What is known of the sizes in the user's code.
 
     Returns:
-        The cut model, and the lines of user code with literal sizes.
+        The cut model, and what is known of the sizes then.
 
     Raises:
         ModelError: The model cannot be captured or copied, or the cut copy does not run.
     """
     moments: dict[str, InputMoments] | None = None
+    sizes = sizes or UserSizes()
     while True:
-        channel_map = map_channels(traced, literal_places=literal, kept_layers=wanted.kept)
+        channel_map = map_channels(traced, sizes=sizes, kept_layers=wanted.kept)
         if moments is None:
             moments = measure_inputs(traced.model, {layer.name for layer in channel_map.layers}, batches)
         cells = ranked_by_data(find_cells(channel_map), channel_map, moments)
-        removal = choice(Reached(channel_map=channel_map, cells=cells, moments=moments, literal=literal))
+        removal = choice(Reached(channel_map=channel_map, cells=cells, moments=moments, sizes=sizes))
         chains = chain_records(removal, cells)
         model = copy_model(traced.model)
         cut_channels(model, chains)
@@ -147,12 +153,15 @@ def cut_chosen(
             model = copy_model(traced.model)
             compensate(model, chains, moments)
             cut_channels(model, chains)
-            return _result(model, chains, removal, cells, wanted), literal
-        found = fault.literal_places(removal) - literal
-        if not found:
+            return _result(model, chains, removal, cells, wanted), sizes
+        logger.info("a size does not follow the channels: %s", fault)
+        places = fault.places(removal)
+        if places:
+            sizes = sizes.after_fault(places, channel_map)
+        elif fault.where and fault.where not in sizes.whole:
+            sizes = replace(sizes, whole=sizes.whole | {fault.where})
+        else:
             raise ModelError(f"{type(model).__name__} does not run without the channels that were removed: {fault}")
-        logger.info("literal sizes end a chain: %s", ", ".join(sorted(found)) or fault)
-        literal |= found
 
 
 def _chosen(channel_map: ChannelMap, cells: Sequence[ChannelCell], wanted: Wanted) -> Removal:
@@ -199,10 +208,12 @@ def _find_fault(model: nn.Module, inputs: ExampleInputs, removal: Removal) -> _F
     program = capture(model, inputs)
     if isinstance(program, CaptureFailure):
         return _Fault(str(program), program.where)
-    expected = removal.channel_map.program.operations
-    found = read_program(program).operations
+    expected, found = (
+        [each for each in operations if each.kind not in _LAYOUT]
+        for operations in (removal.channel_map.program.operations, read_program(program).operations)
+    )
     for before, after in zip(expected, found, strict=False):
-        if before.kind != after.kind:
+        if _VIEWS.get(before.kind, before.kind) != _VIEWS.get(after.kind, after.kind):
             return _Fault(f"the cut model computes {after.kind} in place of {before.kind}", before.where)
         for one, other in zip(before.results, after.results, strict=False):
             if removal.shape(one) != other.shape:
@@ -211,6 +222,8 @@ def _find_fault(model: nn.Module, inputs: ExampleInputs, removal: Removal) -> _F
                 )
         if not _same_start(before, after, removal):
             return _Fault(f"{before.kind} starts at a literal channel", before.where)
+        if before.pointwise and _numbers(before) != _numbers(after):
+            return _Fault(f"{before.kind} computes with another number", before.where, of_number=True)
     if len(expected) != len(found):
         return _Fault(f"the cut model has {len(found)} operations, expected {len(expected)}", "")
     return None
@@ -227,17 +240,33 @@ def _same_start(before: Operation, after: Operation, removal: Removal) -> bool:
     return start == removal.left(front, len(front))
 
 
+def _numbers(operation: Operation) -> list[object]:
+    return [each for each in operation.settings if isinstance(each, (int, float))]
+
+
 @dataclass(frozen=True)
 class _Fault:
-    """What is wrong with a cut model, and the line of user code."""
+    """What is wrong with a cut model, and the line of user code; ``of_number`` if it computes with a number."""
 
     text: str
     where: str
+    of_number: bool = False
 
     def __str__(self) -> str:
         return f"{self.text}{f' ({self.where})' if self.where else ''}"
 
-    def literal_places(self, removal: Removal) -> frozenset[str]:
-        """The lines whose sizes are literal: that of the fault, or all that the removal depends on."""
-        assumed = {place for place, labels in removal.channel_map.assumed.items() if len(removal.removed(labels))}
-        return frozenset({self.where} if self.where in assumed else assumed)
+    def places(self, removal: Removal) -> frozenset[str]:
+        """The lines whose sizes do not follow: that of the fault, or all that the removal depends on.
+
+        There are none where the line of the fault is known to be literal: then its size is that of another tensor.
+        """
+        channel_map = removal.channel_map
+        followed = {
+            place
+            for place, calls in channel_map.followed.items()
+            if any(len(removal.removed(labels)) for _, labels in calls)
+        }
+        literal = self.where in channel_map.sizes.literal
+        if self.where in followed or (self.of_number and not literal):
+            return frozenset({self.where})
+        return frozenset() if literal and self.where not in channel_map.sizes.whole else frozenset(followed)

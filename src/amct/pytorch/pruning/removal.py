@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +18,10 @@ if TYPE_CHECKING:
     from amct.pytorch.pruning.channels import Axis, ChannelMap, Labels
 
 _WEIGHTED = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-_PRODUCTS = ("matmul", "bmm", "mm")
+_MATRICES = ("matmul", "bmm", "mm")
+_ATTENTION, _EINSUM = "scaled_dot_product_attention", "einsum"
+MULTIPLYING = frozenset({*_WEIGHTED, *_MATRICES, _ATTENTION, _EINSUM})
+"""The operations with MACs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +74,10 @@ def cost_of(removal: Removal) -> Cost:
 
 
 def _macs(operation: Operation, removal: Removal) -> int:
-    factors = _factors(operation)
-    if factors is None:
-        return 0
-    weight, read, other = factors
-    return math.prod(removal.shape(weight)[read:]) * math.prod(removal.shape(other))
+    return sum(
+        math.prod(removal.shape(one)[axis] for axis in axes) * math.prod(removal.shape(other))
+        for one, axes, other in _factors(operation)
+    )
 
 
 def macs_of_weights(channel_map: ChannelMap) -> dict[str, int]:
@@ -89,22 +90,31 @@ def macs_of_weights(channel_map: ChannelMap) -> dict[str, int]:
     return found
 
 
-def _factors(operation: Operation) -> tuple[ProgramTensor, int, ProgramTensor] | None:
-    """What the MACs of an operation are the product of; None if it has none.
+def _factors(operation: Operation) -> list[tuple[ProgramTensor, Sequence[int], ProgramTensor]]:
+    """What the MACs of an operation are a sum of: the products of some axes of a tensor and all axes of another one."""
+    if operation.constant or operation.kind not in MULTIPLYING:
+        return []
+    if operation.kind == _EINSUM:
+        return _einsum_factors(operation)
+    first, second, result = operation.operand(0), operation.operand(1), operation.results[0]
+    assert first is not None
+    assert second is not None
+    rank = len(first.shape or ())
+    if operation.kind == _ATTENTION:  # queries by keys, weights by values; the keys are as many as the values
+        return [(second, [rank - 2], first), (second, [rank - 2], result)]
+    if operation.kind in _MATRICES:
+        return [(first, [rank - 1], result)]
+    # A transposed convolution multiplies each of its inputs, any other each of its outputs, by a row of the weight.
+    return [(second, range(1, len(second.shape or ())), first if "transpose" in operation.kind else result)]
 
-    Returns:
-        A tensor, its first axis that counts, and a tensor all of whose axes count.
-    """
-    first = operation.operand(0)
-    if operation.constant or first is None:
-        return None
-    result = operation.results[0]
-    if operation.kind in _WEIGHTED:
-        weight = operation.operand(1)
-        assert weight is not None
-        # A transposed convolution multiplies each of its inputs, any other each of its outputs, by a row of the weight.
-        return weight, 1, first if "transpose" in operation.kind else result
-    return (first, len(first.shape or ()) - 1, result) if operation.kind in _PRODUCTS else None
+
+def _einsum_factors(operation: Operation) -> list[tuple[ProgramTensor, Sequence[int], ProgramTensor]]:
+    """The axes of the first of two tensors that are in no result; none of an equation that is not followed."""
+    inputs, arrow, output = str(operation.arguments[0]).replace(" ", "").partition("->")
+    if not arrow or "." in inputs or inputs.count(",") != 1:
+        return []
+    own = [axis for axis, letter in enumerate(inputs.partition(",")[0]) if letter not in output]
+    return [(operation.arguments[1][0], own, operation.results[0])] if own else []
 
 
 BLOCKS = (8, 16)
@@ -123,10 +133,9 @@ class RemovalCosts:
     """
 
     def __init__(self, channel_map: ChannelMap, groups: Sequence[Sequence[int]]) -> None:
-        factors = [found for each in channel_map.program.operations if (found := _factors(each)) is not None]
         terms = []
-        for weight, read, other in factors:
-            own = [(axis, size, False) for axis, size in islice(_axes(channel_map, weight), read, None)]
+        for one, places, other in (each for found in channel_map.program.operations for each in _factors(found)):
+            own = [(axis, size, False) for place, (axis, size) in enumerate(_axes(channel_map, one)) if place in places]
             terms.append(own + [(axis, size, True) for axis, size in _axes(channel_map, other)])
         self._macs = _Products(channel_map, groups, terms)
         self._map, self._groups = channel_map, groups

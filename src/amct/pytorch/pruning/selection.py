@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.numerics.pruning import filter_norms
+from amct.pytorch.pruning.balance import maker_norms
 from amct.pytorch.pruning.removal import Removal, RemovalCosts
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def find_cells(channel_map: ChannelMap) -> tuple[ChannelCell, ...]:
     groups: dict[tuple[int, ...], list[int]] = {}
     for root, numbers in made_by.items():
         groups.setdefault(tuple(numbers), []).append(root)
-    norms = {number: _norms(channel_map, makers[number]) for places in groups for number in places}
+    norms = {number: maker_norms(channel_map, makers[number]) for places in groups for number in places}
     found = []
     for places, members in sorted(groups.items()):
         made = [_Made(makers[number], outputs[number], norms[number]) for number in places]
@@ -107,15 +107,6 @@ def find_cells(channel_map: ChannelMap) -> tuple[ChannelCell, ...]:
             by_count.setdefault(tuple(count), []).append(root)
         found += [_cell(made, own, each) for each, own in by_count.items()]
     return tuple(found)
-
-
-def _norms(channel_map: ChannelMap, maker: LayerChannels) -> NDArray[np.float64]:
-    """The norm of each filter of a layer."""
-    assert maker.weight is not None
-    weight = channel_map.tensors[maker.weight].detach()
-    norms = np.asarray(filter_norms(weight.movedim(maker.axes[1], 0)))
-    # Of a grouped transposed convolution each column is in every group.
-    return np.tile(norms, len(maker.outputs) // len(norms))
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,7 +87,7 @@ class PruneJob:
         kept = _kept(options.keep, self.traced)
         self.wanted = Wanted(ratio=lambda _: HALF, align=lambda _: options.align, kept=kept)
         self.journal = Journal(None if options.resume is None else Path(options.resume), self._bound())
-        self._literal = cut_chosen(
+        self._sizes = cut_chosen(
             self.traced,
             self.wanted,
             lambda found: choose(found.channel_map, found.cells, self.wanted.ratio, self.wanted.align),
@@ -112,7 +112,7 @@ class PruneJob:
             SearchError: The budget cannot be reached.
         """
         search = _Searching(self, budget)
-        found, _ = cut_chosen(self.traced, self.wanted, search.choice, self.data, self._literal)
+        found, _ = cut_chosen(self.traced, self.wanted, search.choice, self.data, self._sizes)
         plan = everywhere(self.traced)
         chains = [] if plan is None else find_chains(self.traced, plan)
         settings = f"{budget}, align {self.options.align}"

@@ -10,7 +10,9 @@ from torch import nn
 from amct.pytorch.pruning.channels import ChannelMap, argument, positive, rule
 
 if TYPE_CHECKING:
-    from amct.pytorch.capture.program_reader import Operation
+    from collections.abc import Sequence
+
+    from amct.pytorch.capture.program_reader import Operation, ProgramTensor
     from amct.pytorch.pruning.channels import Axes, Axis, Labels
 
 
@@ -46,8 +48,6 @@ def convolution(channels: ChannelMap, operation: Operation) -> Axes:
         outputs = channels.labelled(weight_axes[out_axis], int(weight.shape[out_axis] or 0))
     else:
         outputs = _grouped(channels, operation, inputs, weight_axes, groups, transposed=transposed)
-        if channels.owner_of_call(operation, nn.modules.conv._ConvNd) is None:
-            channels.follows_sizes(inputs, operation)  # the number of groups
     if bias is not None:
         channels.join([outputs, channels.of(bias)[0]], operation)
     channels.add_layer(
@@ -69,8 +69,12 @@ def _grouped(
     """Couple the channels of a grouped convolution; returns its output channels.
 
     One with many groups loses whole groups, so that a depthwise one loses single channels: kernels compute group by
-    group, and are not faster with thinner ones. With few groups every group must lose the same channels.
+    group, and are not faster with thinner ones. With few groups every group must lose as many channels; the same ones
+    if it is a function, whose weight is cut as a whole.
     """
+    is_module = channels.owner_of_call(operation, nn.modules.conv._ConvNd) is not None
+    if not is_module:
+        channels.follows_sizes(inputs, operation)  # the number of groups
     per_group = len(inputs) // groups
     first, second = channels.labelled(weight_axes[0], 0), weight_axes[1]
     if transposed:
@@ -85,11 +89,11 @@ def _grouped(
         channels.sets.join_rows(inputs.reshape(groups, per_group).T, "a group goes as a whole")
         channels.join([np.repeat(inputs[::per_group], each), outputs], operation)
         return outputs
-    why = "each group must keep as many channels"
-    coupled_in = channels.sets.join_rows(inputs.reshape(groups, per_group), why)
-    coupled_out = channels.sets.join_rows(outputs.reshape(groups, each), why)
+    rows = [inputs.reshape(groups, per_group), outputs.reshape(groups, each)]
+    for labels in rows:
+        channels.lose_alike(labels, "each group must keep as many channels", same=not is_module)
     if second is not None:
-        channels.join([second, coupled_out if transposed else coupled_in], operation)
+        channels.join([second, rows[transposed][0]], operation)
     return outputs
 
 
@@ -167,7 +171,7 @@ def group_norm(channels: ChannelMap, operation: Operation) -> Axes:
     if labels is not None and groups > 1:
         if len(labels) == groups:
             channels.keep([labels], operation, "has as many groups as channels")
-        channels.sets.join_rows(labels.reshape(groups, -1), "each group of a group norm must keep as many channels")
+        channels.lose_alike(labels.reshape(groups, -1), "each group of a group norm must keep as many channels")
     return tuple(axes)
 
 
@@ -189,28 +193,76 @@ def product(channels: ChannelMap, operation: Operation) -> Axes:
     one, other = channels.of(first), channels.of(second)
     if len(one) < 2 or len(other) < 2:
         return unknown(channels, operation)
-    channels.join([one[-1], other[-2]], operation)
-    batch: list[Axis] = []
-    for back in range(max(len(one), len(other)), 2, -1):
-        facing = [
-            (axes[-back], value.shape[-back]) for axes, value in ((one, first), (other, second)) if len(axes) >= back
-        ]
-        size = max(size for _, size in facing)
-        batch.append(channels.join([labels for labels, length in facing if length == size], operation))
-    return (*batch, one[-2], other[-1])
+    _sums_over(channels, operation, [channels.join([one[-1], other[-2]], operation)], [other[-1]])
+    if len(other) == 2:
+        _makes(channels, operation, second, (0, 1))
+    return (*_facing(channels, operation, [first, second], -2), one[-2], other[-1])
 
 
 @rule("scaled_dot_product_attention")
 def attention(channels: ChannelMap, operation: Operation) -> Axes:
-    """Attention: the width of query and key is kept, because the scale of the scores depends on it."""
+    """Attention: the width of query and key is kept, because the scale of the scores depends on it; heads may go."""
     query, key, value = (channels.of(each) for each in operation.arguments[:3])
     channels.keep([query[-1], key[-1]], operation, "scales by the number of channels")
     channels.keep([query[-2], key[-2], value[-2]], operation, _SPATIAL_MIXING)
-    mask = argument(operation, 3)
-    if mask is not None and hasattr(mask, "shape"):
-        channels.keep(channels.of(mask), operation, "has a mask of fixed size")
-    batch = [channels.join(list(axes), operation) for axes in zip(query[:-2], key[:-2], value[:-2], strict=False)]
-    return (*batch, None, value[-1])
+    channels.head_widths += [labels for labels in (query[-1], value[-1]) if labels is not None]
+    given = list(operation.arguments[:3])
+    mask = operation.operand(3)
+    if mask is not None:
+        channels.keep(channels.of(mask)[-2:], operation, _SPATIAL_MIXING)
+        given.append(mask)
+    return (*_facing(channels, operation, given, -2), None, value[-1])
+
+
+def _sums_over(channels: ChannelMap, operation: Operation, contracted: list[Axis], widths: list[Axis]) -> None:
+    """Note a product of activations; of an attention with values the widths of its heads."""
+    if any(id(value) in channels.attentions for value in operation.operands):
+        channels.head_widths += [labels for labels in widths if labels is not None]
+    channels.contracted[id(operation.results[0])] = [labels for labels in contracted if labels is not None]
+
+
+def _makes(channels: ChannelMap, operation: Operation, weight: ProgramTensor, axes: tuple[int, int]) -> None:
+    """Note a parameter of the user's own that a product with it makes channels with; ``axes`` are read and made."""
+    if isinstance(channels.tensors.get(weight.parameter or ""), nn.Parameter):
+        inputs, outputs = (channels.labelled(channels.of(weight)[axis], 0) for axis in axes)
+        channels.add_layer(
+            operation, weight.parameter, inputs=inputs, outputs=outputs, produces=True, kinds=(), axes=axes
+        )
+
+
+@rule("einsum")
+def einsum(channels: ChannelMap, operation: Operation) -> Axes:
+    """A product of tensors whose axes have letters: axes of the same letter are coupled."""
+    equation, values = str(operation.arguments[0]).replace(" ", ""), operation.arguments[1]
+    inputs, arrow, output = equation.partition("->")
+    letters = inputs.split(",")
+    if not arrow or "." in equation or any(len(set(each)) < len(each) for each in (*letters, output)):
+        return unknown(channels, operation)
+    axes: dict[str, list[Axis]] = {}
+    for own, value in zip(letters, values, strict=True):
+        for letter, labels in zip(own, channels.of(value), strict=True):
+            axes.setdefault(letter, []).append(labels)
+    found = {letter: channels.join(each, operation) for letter, each in axes.items()}
+    summed = [labels for letter, labels in found.items() if letter not in output]
+    _sums_over(channels, operation, summed, [found[letter] for letter in output if len(axes[letter]) == 1])
+    for own, value in zip(letters, values, strict=True):
+        read = [place for place, letter in enumerate(own) if letter not in output]
+        made = [place for place, letter in enumerate(own) if letter in output and len(axes[letter]) == 1]
+        if read and made:
+            _makes(channels, operation, value, (read[0], made[0]))
+    return tuple(found[letter] for letter in output)
+
+
+@rule("index")
+def index(channels: ChannelMap, operation: Operation) -> Axes:
+    """Positions along one axis looked up by number: the other axes stay as they are."""
+    axes, places = list(channels.of(operation.arguments[0])), operation.arguments[1]
+    looked_up = [place for place, each in enumerate(places) if each is not None]
+    if len(looked_up) != 1:
+        return unknown(channels, operation)
+    place = looked_up[0]
+    channels.keep([axes[place]], operation, "ends the chain: its channels are looked up")
+    return (*axes[:place], *(None,) * len(places[place].shape), *axes[place + 1 :])
 
 
 def unknown(channels: ChannelMap, operation: Operation) -> Axes:
@@ -227,17 +279,23 @@ def broadcast(channels: ChannelMap, operation: Operation) -> Axes:
 
     It is the rule of every operation that torch marks as pointwise, and of those that it forgot.
     """
-    operands = [value for value in operation.operands if value.shape is not None]
-    result = operation.results[0].shape
-    assert result is not None
+    found = _facing(channels, operation, operation.operands)
+    numbers = [each for each in operation.settings if isinstance(each, (int, float))]
+    if numbers and operation.where in channels.sizes.literal:  # they may be numbers of channels
+        summed = (labels for value in operation.operands for labels in channels.contracted.get(id(value), ()))
+        channels.keep([*found, *summed], operation, "computes with a number of channels")
+    return found
+
+
+def _facing(channels: ChannelMap, operation: Operation, given: Sequence[ProgramTensor], end: int | None = None) -> Axes:
+    """The axes of tensors that are broadcast against each other, of each those in front of ``end``."""
+    tensors = [(channels.of(value)[:end], value.shape[:end]) for value in given if value.shape is not None]
     found: list[Axis] = []
-    for back in range(len(result), 0, -1):
-        size = result[-back]
-        facing = [value for value in operands if len(value.shape or ()) >= back]
-        whole = [
-            channels.of(value)[-back] for value in facing if value.shape is not None and value.shape[-back] == size
-        ]
-        found.append(channels.join(whole, operation) if whole else None)
+    for back in range(max(len(axes) for axes, _ in tensors), 0, -1):
+        facing = [(axes[-back], shape[-back] or 0) for axes, shape in tensors if len(axes) >= back]
+        size = max(length for _, length in facing)
+        found.append(channels.join([labels for labels, length in facing if length == size], operation))
+        channels.keep([labels for labels, length in facing if 1 < length < size], operation, "repeats them")
     return tuple(found)
 
 
@@ -274,6 +332,9 @@ def along_axis(channels: ChannelMap, operation: Operation) -> Axes:
     """Every value depends on all others along one axis, which is kept."""
     axes = list(channels.of(operation.operands[0]))
     axis = positive(argument(operation, 1, -1), len(axes))
+    if "softmax" in operation.kind and (summed := channels.contracted.get(id(operation.operands[0]))) is not None:
+        channels.head_widths += summed
+        channels.attentions.add(id(operation.results[0]))
     channels.keep([axes[axis]], operation, "mixes the channels")
     axes[axis] = None
     return tuple(axes)

@@ -67,9 +67,7 @@ def split(channels: ChannelMap, operation: Operation) -> list[Axes]:
 def _split_evenly(channels: ChannelMap, operation: Operation, labels: Labels, sizes: Sequence[int]) -> None:
     """Let equal parts lose as many channels, as a computed size does; other sizes must follow by themselves."""
     if len(set(sizes)) == 1:
-        channels.sets.join_rows(
-            labels.reshape(len(sizes), sizes[0]), "every part of a split must keep as many channels"
-        )
+        channels.lose_alike(labels.reshape(len(sizes), sizes[0]), "every part of a split must keep as many channels")
     elif operation.kind in ("chunk", "unsafe_chunk", "tensor_split"):
         channels.keep([labels], operation, "makes parts of unequal size")
     if operation.kind not in ("chunk", "unsafe_chunk"):
@@ -103,7 +101,7 @@ def sliced(channels: ChannelMap, operation: Operation) -> Axes:
         channels.keep([labels], operation, "takes every second channel or fewer")
     half = len(labels) // 2
     if len(labels) == 2 * half and half in chosen.indices(len(labels))[:2]:
-        channels.sets.join(labels[:half], labels[half:], "both halves must keep as many channels")
+        channels.lose_alike(labels.reshape(2, half), "both halves must keep as many channels")
     channels.follows_sizes(labels, operation)
     channels.starts[operation.name] = labels[: chosen.indices(len(labels))[0]]
     axes[axis] = labels[chosen]
@@ -250,10 +248,12 @@ def expand(channels: ChannelMap, operation: Operation) -> Axes:
     found: list[Axis] = [None] * new
     sizes = argument(operation, 1)
     for place, labels in enumerate(axes):
-        whole = value.shape[place] == (result.shape or ())[new + place]
-        found.append(labels if whole else None)
-        if whole and isinstance(sizes, (list, tuple)) and sizes[new + place] != -1:
-            channels.follows_sizes(labels if value.shape[place] != 1 else None, operation)
+        size = (result.shape or ())[new + place] or 0
+        if value.shape[place] == 1 and size > 1:  # copies of one value may be any number
+            labels = channels.sets.new(size)
+        found.append(labels)
+        if isinstance(sizes, (list, tuple)) and sizes[new + place] != -1 and size != 1:
+            channels.follows_sizes(labels, operation)
     return tuple(found)
 
 
@@ -283,11 +283,14 @@ def reshape(channels: ChannelMap, operation: Operation) -> Axes:
         labels = _merged(channels, operation, [axes[place] for place in old_run], [old[place] for place in old_run])
         if labels is None:
             continue
-        place = _carrier(new_run, new, given)
+        place = _carrier(new_run, new, given, channels.carriers.get(operation.where, 0))
         if place is None:
             channels.keep([labels], operation, "ends the chain: it reshapes the channels")
             continue
         found[place] = _split_labels(channels, labels, [new[axis] for axis in new_run], new_run.index(place))
+        if operation.where and sum(new[axis] > 1 for axis in new_run) > 1:
+            before, most = channels.splits.get(operation.where, (np.zeros(0, np.int64), 0))
+            channels.splits[operation.where] = np.concatenate([before, found[place]]), max(most, len(new_run))
         if given[place] is not None or any(given[axis] is None for axis in new_run if axis != place):
             channels.follows_sizes(found[place], operation)
     return tuple(found)
@@ -348,11 +351,16 @@ def _merged(channels: ChannelMap, operation: Operation, axes: Sequence[Axis], si
     return np.broadcast_to(labels.reshape(shape), sizes).reshape(-1)
 
 
-def _carrier(run: Sequence[int], new: Sequence[int], given: Sequence[int | None]) -> int | None:
-    """The axis of a run that the channels lie along: the one that torch computes, or the largest."""
+def _carrier(run: Sequence[int], new: Sequence[int], given: Sequence[int | None], wanted: int) -> int | None:
+    """The axis of a run that the channels lie along: the one that torch computes, or the largest.
+
+    If another one is wanted, it is the first, second, … one from the end.
+    """
     wide = [place for place in run if new[place] > 1]
     if not wide:
         return run[0] if run else None
+    if 0 < wanted <= len(run) and run[-wanted] in wide:
+        return run[-wanted]
     computed = [place for place in wide if given[place] is None]
     return computed[0] if len(computed) == 1 else max(wide, key=lambda place: new[place])
 
