@@ -251,6 +251,47 @@ class Table(nn.Module):
         return self.third(act(self.second(act(self.first(x)))))
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.lstm, self.head = nn.Linear(10, 20), nn.LSTM(20, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.lstm(torch.relu(self.first(x)))[0][:, -1])
+
+
+class Attentive(nn.Module):
+    """A norm in front of two linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Linear(12, 24), nn.LayerNorm(24)
+        self.wide, self.narrow, self.head = nn.Linear(24, 96), nn.Linear(96, 24), nn.Linear(24, 7)
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+        return self.head(x.mean(1))
+
+
+def loud_lstm(model):
+    model.first.weight[11] *= 16
+    model.first.bias[11] *= 16
+    model.lstm.weight_ih_l0[:, 11] /= 16
+
+
+def loud_norm(model):
+    model.norm.weight[7] *= 40
+    model.norm.bias[7] *= 40
+    model.wide.weight[:, 7] /= 40
+
+
+def one_weight_of_a_row(model):
+    model.first.weight[17] /= 64
+    model.first.bias[17] /= 64
+    model.second.weight[23, 17] *= 128
+
+
 def loud_stream(model):
     model.stem.weight[5] *= 60
     model.stem.bias[5] *= 60
@@ -291,6 +332,8 @@ def draw(*shape):
 
 
 ROWS, SIGNALS = draw(32, 20), draw(16, 4, 40)
+WORDS, STEPS = draw(32, 9, 12), draw(32, 15, 10)
+BROKEN = torch.cat([ROWS[:20], 8 * ROWS[20:21], ROWS[21:]])
 NARROW = amct.pytorch.IfmrSettings(max_percentile=0.8, min_percentile=0.8, search_range=(0.3, 0.5))
 CLIPPING = amct.pytorch.QuantConfig(layers={"second": amct.pytorch.LayerConfig(activations=NARROW)})
 BRIGHT = draw(32, 3, 16, 16) + 60 * draw(32, 1, 1, 1)
@@ -302,6 +345,10 @@ OTHERS = {
     "large common part": (Table, common_part, ROWS, ROWS, None, LAST, "third"),
     "two rows": (Table, lambda _: None, 0.6 * ROWS[:2], ROWS, None, FEW_SAMPLES, ""),
     "rows in another unit": (Table, lambda _: None, ROWS / 10, ROWS, None, OTHER_SCALE, ""),
+    "one broken sample of many": (Table, lambda _: None, BROKEN, ROWS, None, OTHER_SCALE, ""),
+    "channel before an LSTM": (Recurrent, loud_lstm, STEPS, STEPS, None, OUTLIER_CHANNEL, "lstm"),
+    "gain of a norm": (Attentive, loud_norm, WORDS, WORDS, None, OUTLIER_CHANNEL, "wide"),
+    "one weight of a linear layer": (Table, one_weight_of_a_row, ROWS, ROWS, None, OUTLIER_WEIGHT, "second"),
     "a config that clips": (Table, lambda _: None, ROWS, ROWS, CLIPPING, CLIPPED, "second"),
 }
 

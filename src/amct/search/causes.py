@@ -10,6 +10,7 @@ import numpy as np
 
 from amct.export.onnx.graph import OnnxGraph
 from amct.model.kinds import KIND_OF_OPERATOR
+from amct.numerics.affine import integer_range
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
+    from amct.numerics.qparams import QParams
     from amct.report.filling import ReportLayer
 
 OUTLIER_CHANNEL, RESIDUAL, CLIPPED = "outlier channel", "residual stream", "clipped range"
@@ -27,8 +29,8 @@ FIRST, LAST, SENSITIVE = "sensitive first layer", "sensitive last layer", "sensi
 FEWEST_SAMPLES = 8
 _FEW_VALUES = 64
 """With fewer values of a channel its mean and deviation say little: then the channels are judged together."""
-_OUTLIER = 8.0
-"""How many times larger than the median channel an outlier channel is."""
+_OUTLIER = 4.0
+"""How many times larger than the median channel an outlier channel is: 12 dB that the others lose."""
 _UNEVEN_ROWS = 4.0
 _SHIFT, _RATIO = 0.75, 3.0
 """By how many deviations means differ, and by which factor deviations do, of data that is prepared otherwise."""
@@ -77,6 +79,20 @@ def data_cause(ours: NDArray[np.float64], theirs: NDArray[np.float64], samples: 
         text = f"its mean is {shift.max():.2g} deviations away from that of the data"
         return Cause(layer="", name=WRONG_MEAN, text=text)
     return few_samples(samples)
+
+
+def wide_range(largest: float, qparams: QParams) -> Cause | None:
+    """What the range that calibration found for the model's input says of its samples: a broken one widens it.
+
+    Args:
+        largest: The largest value of the data as the model will see it.
+        qparams: Of the first layer's input.
+    """
+    ends = [abs(end - qparams.zero_point) * qparams.step for end in integer_range(qparams.bits)]
+    if not largest or max(ends) <= _RATIO * largest:
+        return None
+    text = f"a range up to {max(ends):.3g} was found for values up to {largest:.3g}: some sample is not as usual"
+    return Cause(layer="", name=OTHER_SCALE, text=text)
 
 
 def few_samples(samples: int) -> Cause | None:
@@ -137,6 +153,12 @@ def readers_of_sums(model: ModelProto, layers: Sequence[str]) -> list[str]:
 
 def weight_cause(layer: ReportLayer, *, one_scale: bool) -> tuple[str, str] | None:
     """What is wrong with the weights of a layer, and in words what was seen."""
+    for rows in layer.weight_rows:
+        values = rows.abs().flatten(1).double().cpu().numpy()
+        peak = values.max(1) / (np.sqrt((values**2).mean(1)) + 1e-30)
+        if values.shape[1] > 64 and peak.max() > 0.6 * math.sqrt(values.shape[1]):
+            text = f"one weight of output {int(peak.argmax())} is {peak.max():.0f} times the usual one"
+            return OUTLIER_WEIGHT, text
     if layer.weight_rows and one_scale:
         largest = np.sort(np.concatenate([rows.abs().flatten(1).amax(1).cpu().numpy() for rows in layer.weight_rows]))
         usual = float(np.median(largest))
@@ -145,12 +167,6 @@ def weight_cause(layer: ReportLayer, *, one_scale: bool) -> tuple[str, str] | No
             return PER_TENSOR, f"one scale for all outputs, the largest of which is {times:.0f} times the usual one"
     if layer.weight_bits is not None and layer.weight_bits < 8:
         return FEW_BITS, f"its weights have {layer.weight_bits} bits"
-    for rows in layer.weight_rows:
-        values = rows.abs().flatten(1).double().cpu().numpy()
-        peak = values.max(1) / (np.sqrt((values**2).mean(1)) + 1e-30)
-        if values.shape[1] > 64 and peak.max() > 0.6 * math.sqrt(values.shape[1]):
-            text = f"one weight of output {int(peak.argmax())} is {peak.max():.0f} times the usual one"
-            return OUTLIER_WEIGHT, text
     return None
 
 

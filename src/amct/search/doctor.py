@@ -43,6 +43,7 @@ from amct.search.causes import (
     readers_of_sums,
     stream_outliers,
     weight_cause,
+    wide_range,
 )
 from amct.search.choices import FLOAT, INT16, plan_with, planned
 
@@ -169,6 +170,7 @@ class _Patient:
         self._float = model.model
         self._stream: dict[str, int] = {}
         self._groups: list[list[str]] = []
+        self._suspects: list[str] = []
         self._feeds = _of_size(feeds, fixed_batch_size(model.model))
         runner = Runner(model.model)
         self._expected = [runner.run(each) for each in self._feeds]
@@ -247,7 +249,10 @@ class _Patient:
                 break
             self._groups.append(group)
             left = left[len(group) :]
-        return [name for group in self._groups for name in group]
+        if not self._groups:  # no layer stands out; those with more than their share may still have a cause
+            least = max(HARMLESS, even) if left else 0.0
+            self._suspects = [name for name, noise in left[:MOST_GUILTY] if noise > least]
+        return [name for group in self._groups for name in group] or self._suspects
 
     def _look(self, guilty: Sequence[str]) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.float64]]]:
         """What layers get in the float model: of the guilty ones all, of every layer the largest of each channel."""
@@ -287,6 +292,11 @@ class _Patient:
         found = [self._cause(name, rows.get(name), largest.get(name)) for name in guilty]
         first = len(self._groups[0]) if self._groups else 0
         found = [*found[:first], *(each for each in found[first:] if each.name not in (FIRST, LAST, SENSITIVE))]
+        if not self._groups and found:
+            self._groups.append([each.layer for each in found])
+        layer = self._quantized.layers[0]
+        if of_data is None and layer in largest and self._quantized.qparams[layer].inputs:
+            of_data = wide_range(float(largest[layer].max()), self._quantized.qparams[layer].input)
         return [*([] if of_data is None else [of_data]), *found]
 
     def _cause(self, name: str, rows: NDArray[np.float64] | None, largest: NDArray[np.float64] | None) -> Cause:
@@ -382,8 +392,9 @@ class _Patient:
         if len(guilty) < len(self._quantized.layers):
             left = plan_with(plan, dict.fromkeys(guilty, FLOAT), freedom)
             yield _Trial(name=f"float: {names}", cost=f"{3 * weights} bytes more", plan=left)
-        balanced = _changed(plan, {name: {"migration_strength": 0.5} for name in guilty})
-        yield _Trial(name=f"DMQ balancing: {names}", cost="one more pass over the calibration data", plan=balanced)
+        if not any(freedom[name].clustered for name in guilty):  # Caffe has none
+            balanced = _changed(plan, {name: {"migration_strength": 0.5} for name in guilty})
+            yield _Trial(name=f"DMQ balancing: {names}", cost="one more pass over the calibration data", plan=balanced)
         own = {name: self._plan_of(name) for name in guilty}
         weight = {name: each.weight for name, each in own.items() if each.weight is not None}
         if any(each.num_bits < 8 for each in weight.values()):
