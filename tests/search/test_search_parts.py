@@ -161,6 +161,18 @@ def test_top1_of_classes_and_of_pixels():
     assert top1(pixels, np.array([[[1, 0], [0, 1]]])).tolist() == [0.75]
     with pytest.raises(EvaluatorError, match=r"score=function\(outputs, labels\)"):
         top1(torch.zeros(4), np.zeros(4))
+    for labels, wrong in (([0, 2], 2), ([-1, 0], -1)):
+        with pytest.raises(EvaluatorError, match=f"label {wrong}: expected the number of a class, 0 to 1"):
+            top1(outputs, np.array(labels))
+
+
+def test_labels_that_are_hardly_those_of_the_model_are_doubted(caplog):
+    Drop(1.0, None).take_reference(np.repeat([1.0, 0.0], [5, 95]))
+    assert "gets only 5.0 % of the labels right" in caplog.text
+    caplog.clear()
+    Drop(1.0, None).take_reference(np.repeat([1.0, 0.0], [60, 40]))
+    Drop(1.0, top1).take_reference(np.zeros(100))  # a score of the user's own may be anything
+    assert not caplog.text
 
 
 class Metric:

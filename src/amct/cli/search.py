@@ -219,7 +219,7 @@ def _labels_of(path: Path) -> dict[str, int]:
     from amct.atomic import read_bytes
 
     found: dict[str, int] = {}
-    for number, line in enumerate(read_bytes(path).decode("utf-8", "replace").splitlines(), 1):
+    for number, line in enumerate(read_bytes(path).decode("utf-8-sig", "replace").splitlines(), 1):
         name, _, label = line.strip().rpartition("\t" if "\t" in line else " ")
         if not line.strip():
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,6 +17,10 @@ from amct.printable import counted
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+logger = logging.getLogger(__name__)
+
+FEWEST_RIGHT = 0.1
+"""The share of right answers of the float model below which the labels are doubted."""
 Score = Callable[[Any, Any], Any]
 """``score(outputs, labels)``: a number for each sample of a batch."""
 Evaluate = Callable[[Any], Any]
@@ -49,6 +54,10 @@ def top1(outputs: Any, labels: Any) -> NDArray[np.float64]:  # noqa: ANN401  the
     if found.ndim > 1 and wanted.ndim == 1:
         found = found.reshape(len(found), -1)
         found = found[:, 0] if found.shape[1] == 1 else found
+    classes = first_output(outputs).shape[1]
+    if found.ndim == wanted.ndim == 1 and len(wanted) and not 0 <= wanted.min() <= wanted.max() < classes:
+        wrong = wanted.min() if wanted.min() < 0 else wanted.max()
+        raise EvaluatorError(f"label {wrong}: expected the number of a class, 0 to {classes - 1}")
     if found.shape != wanted.shape:
         raise EvaluatorError(
             f"labels of the shape {list(wanted.shape)} do not fit answers of the shape {list(found.shape)}: expected "
@@ -118,6 +127,7 @@ class Drop(Goal):
         low, high = score_range
         if not low < high:
             raise ArgumentError(f"score_range: expected (smallest, largest), got {score_range}")
+        self._is_top1 = score is None
         self._score, self._range = score or top1, (float(low), float(high))
         self.measured_by = "" if score is None else _named(score)
         self.smallest, self.largest = low - high, high - low
@@ -126,6 +136,16 @@ class Drop(Goal):
     def reference(self, outputs: Any, labels: NDArray[Any] | None) -> NDArray[Any]:  # noqa: ANN401
         """The scores of the float model."""
         return self._scores(outputs, labels)
+
+    def take_reference(self, reference: NDArray[Any]) -> None:
+        """Warn of labels that are hardly those of this model: with them nothing could ever be lost."""
+        right = float(reference.mean()) if len(reference) else 1.0
+        if self._is_top1 and right < FEWEST_RIGHT:
+            logger.warning(
+                "the float model gets only %.1f %% of the labels right, so it has little to lose: are they the labels of "
+                "this model, from 0, and is the data prepared as it expects?",
+                100 * right,
+            )
 
     def losses(self, reference: NDArray[Any], outputs: Any, labels: NDArray[Any] | None) -> NDArray[np.float64]:  # noqa: ANN401
         """By how much each score is lower than that of the float model."""
