@@ -142,8 +142,8 @@ class Drop(Goal):
         right = float(reference.mean()) if len(reference) else 1.0
         if self._is_top1 and right < FEWEST_RIGHT:
             logger.warning(
-                "the float model gets only %.1f %% of the labels right, so it has little to lose: are they the labels of "
-                "this model, from 0, and is the data prepared as it expects?",
+                "the float model gets only %.1f %% of the labels right, so it has little to lose: are they the labels "
+                "of this model, from 0, and is the data prepared as it expects?",
                 100 * right,
             )
 
