@@ -156,7 +156,7 @@ def weight_cause(layer: ReportLayer, *, one_scale: bool) -> tuple[str, str] | No
     for rows in layer.weight_rows:
         values = rows.abs().flatten(1).double().cpu().numpy()
         peak = values.max(1) / (np.sqrt((values**2).mean(1)) + 1e-30)
-        if values.shape[1] > 64 and peak.max() > 0.6 * math.sqrt(values.shape[1]):
+        if values.shape[1] >= 64 and peak.max() > 0.6 * math.sqrt(values.shape[1]):
             text = f"one weight of output {int(peak.argmax())} is {peak.max():.0f} times the usual one"
             return OUTLIER_WEIGHT, text
     if layer.weight_rows and one_scale:
