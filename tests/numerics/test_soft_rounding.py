@@ -55,7 +55,7 @@ def test_the_gradient_is_that_of_the_loss_and_the_regularizer(beta):
 
     alpha = rounding.alpha.double().clone().requires_grad_()
     h = (torch.sigmoid(alpha) * 1.2 - 0.1).clamp(0, 1)
-    weight = (rounding.floor.double() + h).clamp(-4, 3) * 0.5
+    weight = ((rows.double() / 0.5).floor() + h).clamp(-4, 3) * 0.5
     loss = (weight * slope.double()).sum()
     if beta is not None:
         loss = loss + 0.01 * (1 - (2 * h - 1).abs() ** beta).sum()
@@ -118,3 +118,23 @@ def test_compiled_powers_of_two(x):
 @given(st.floats(2.0**-99, 2.0**99, width=32))
 def test_compiled_logarithms(x):
     assert float(_log2(np.float32(x))) == pytest.approx(math.log2(x), rel=3e-7, abs=1e-6)
+
+
+def test_with_a_table_each_weight_becomes_one_of_the_two_values_beside_it():
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(3, 40, generator=generator) * 30
+    table = torch.tensor([[-60, -20, -3, 0, 9, 50], [-90, -50, 0, 1, 2, 3], [-4, -2, 0, 2, 4, 6]], dtype=torch.int8)
+    scale = torch.tensor([0.5, 1.0, 2.0])
+    rounding = SoftRounding(rows, scale, 8, table)
+    hard, other = rounding.nearest, rounding.other(rounding.nearest)
+    for row, values in enumerate(table.tolist()):
+        for place, exact in enumerate((rows[row] / scale[row]).tolist()):
+            below = max((value for value in values if value <= exact), default=values[0])
+            above = min((value for value in values if value > exact), default=values[-1])
+            assert {hard[row, place].item(), other[row, place].item()} == {below, above}
+            assert hard[row, place].item() == min(values, key=lambda value: (abs(value - exact), value))
+    inside = rounding.gap > 0
+    assert torch.allclose(rounding.soft()[inside], rows[inside], atol=1e-3)
+    assert torch.equal(rounding.step > 0, inside)
+    rounding.alpha = torch.randn(3, 40, generator=generator) * 5
+    assert bool(((rounding.hard() == hard) | (rounding.hard() == other)).all())

@@ -212,9 +212,9 @@ def test_target_opset_and_the_mode_of_adaround_are_passed_on(folder, monkeypatch
     (folder / "adaround.cfg").write_text("common_config { ada_quantize { num_iteration: 5 } }")
     modes, quantize = [], amct.pytorch.quantize
 
-    def noticed(*arguments, adaround, **options):
-        modes.append(adaround)
-        return quantize(*arguments, adaround=adaround, **options)
+    def noticed(*arguments, **options):
+        modes.append(options.get("adaround"))
+        return quantize(*arguments, **options)
 
     monkeypatch.setattr(amct.pytorch, "quantize", noticed)
     monkeypatch.syspath_prepend(folder)
@@ -222,7 +222,7 @@ def test_target_opset_and_the_mode_of_adaround_are_passed_on(folder, monkeypatch
     for prefix, options in {"chosen": chosen, "default": []}.items():
         given = ["my_nets_of_quantize_test:build", "--data", "data.npy", "-o", f"out/{prefix}", *options]
         assert main(["quantize", *given]) == 0
-    assert modes == ["fast", "plain"]
+    assert modes == ["fast", None]
     files = [onnx.load(folder / f"out/{prefix}_qdq_model.onnx") for prefix in ("chosen", "default")]
     assert [file.opset_import[0].version for file in files] == [17, 18]
     kinds = [{array.data_type for array in file.graph.initializer} for file in files]
@@ -247,16 +247,35 @@ def test_reconstruction_is_asked_for_and_refused_where_it_cannot_be(folder, monk
         (["--reconstruct", "layers"], "--reconstruct: expected blocks"),
         (["--reconstruct-seconds", "3"], "add --reconstruct blocks"),
         (["--reconstruct", "blocks", "--reconstruct-seconds", "0"], "expected a positive number"),
-        (["--reconstruct", "blocks", "--max-drop", "1"], "--reconstruct is for PyTorch models without a goal"),
+        (["--reconstruct", "blocks", "--max-drop", "1"], "is for PyTorch and Caffe models without a goal"),
     ):
         assert main([*begin, *options]) != 0
         assert expected in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_caffe_model_learns_where_it_is_asked_to(monkeypatch):
+    import amct.caffe
+
+    learned, quantize = [], amct.caffe.quantize
+
+    def noticed(*arguments, **options):
+        quantized = quantize(*arguments, **options)
+        learned.append([weights.custom_rounding for weights in quantized.prepared.graph.weights.values()])
+        return quantized
+
+    monkeypatch.setattr(amct.caffe, "quantize", noticed)
+    begin = ["quantize", "net.prototxt", "net.caffemodel", "--data", "data.npy", "--no-check", "-o", "out/net"]
+    for options in ([], ["--adaround", "fast"], ["--reconstruct", "blocks"]):
+        assert main([*begin, *options]) == 0
+    assert not any(learned[0])
+    assert any(map(any, learned[1:]))
+
+
 def test_the_help_has_the_options_of_a_save_with_their_defaults(capsys):
     assert main(["quantize", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for option, default in {"--target": "[default: portable]", "--adaround": "[default: plain]"}.items():
+    for option, default in {"--target": "[default: portable]", "--adaround": "(plain unless given)"}.items():
         assert default in text.partition(f"{option} <str>")[2].partition(" --")[0]
     assert "16 to 21; that of the ONNX model, else 18, unless given" in text.partition("--opset <int>")[2]
 
@@ -295,6 +314,7 @@ def test_inspect_says_which_layer_cannot_be_built(tmp_path, capsys, bottom, opti
     assert lines["conv"].endswith("quantized")
 
 
+CAFFE = ["net.prototxt", "net.caffemodel", "--data", "data.npy", "-o", "out/x"]
 BAD = {
     "no weights": (["net.prototxt", "--data", "data.npy", "-o", "out/x"], "expected a prototxt and a caffemodel"),
     "no data": (["net.prototxt", "net.caffemodel", "--data", "none", "-o", "out/x"], "none"),
@@ -309,10 +329,11 @@ BAD = {
         "target",
     ),
     "bad opset": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "--opset", "9", "-o", "out/x"], "16..21"),
-    "fast AdaRound of another door": (
-        ["net.prototxt", "net.caffemodel", "--data", "data.npy", "--adaround", "fast", "-o", "out/x"],
-        "--adaround fast is for PyTorch models",
+    "fast AdaRound with a goal": (
+        [*CAFFE, "--adaround", "fast", "--max-drop", "1", "--labels", "labels.txt"],
+        "--adaround fast is for PyTorch and Caffe models",
     ),
+    "no mode of AdaRound": ([*CAFFE, "--adaround", "slow"], "expected plain or fast"),
     "bad config": (
         ["net.prototxt", "net.caffemodel", "--data", "data.npy", "--config", "bad.cfg", "-o", "out/x"],
         'bad.cfg:1:1: .*"convv".*Did you mean "conv"',

@@ -15,8 +15,8 @@ from torch.nn import functional
 import amct.pytorch as amct
 from amct.errors import ArgumentError, ArgumentTypeError
 from amct.pipeline import flow
-from amct.pytorch.blocks import block, reconstruction
-from amct.pytorch.blocks.reconstruction import Reconstruction, _Clock
+from amct.pipeline.blocks import block, reconstruction
+from amct.pipeline.blocks.reconstruction import Reconstruction, _Clock
 from amct.pytorch.blocks.regions import RegionProgram
 from amct.pytorch.folding import fuse
 from amct.pytorch.onnx.float_onnx import trace_for_files
@@ -106,7 +106,7 @@ def test_blocks_one_after_the_other_are_the_model_for_any_number_of_samples(mode
         for region in regions:
             values = dict(zip(region.outputs, program.run(region, constants, values), strict=True))
         assert torch.allclose(next(iter(values.values())), model(data), atol=1e-5)
-    assert all(map(program.is_by_sample, regions))
+    assert all(program.is_by_sample(region, constants, values) for region in regions)
 
 
 class Dense(nn.Module):

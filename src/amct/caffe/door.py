@@ -25,6 +25,7 @@ from amct.caffe.model import (
 from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.caffe.onnx.quant import export_net, qdq_observers
 from amct.caffe.prototxt import layer_infos
+from amct.caffe.ptq.blocks import parts_of
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.equalization import divide_channels, equalization_proposal, find_factors
 from amct.caffe.ptq.graph import QuantGraph, caffe_record, calibrated_layers, start_calibration
@@ -41,8 +42,9 @@ from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.runtime import as_tensor
 from amct.export.request import ExportOptions, Placement, Target
 from amct.pipeline import flow
+from amct.pipeline.blocks.reconstruction import refinement
 from amct.pipeline.door import Calibration, LayerFreedom, ModelOutput
-from amct.pipeline.weights import with_bits
+from amct.pipeline.weights import QuantizedWeights, with_bits
 from amct.search.choices import FLOAT, INT4, INT8, INT12, INT16, MINMAX8
 from amct.search.doctor import diagnose as find_causes
 from amct.search.request import SearchRequest
@@ -52,23 +54,25 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
     from onnx import ModelProto
+    from torch import Tensor
     from typing_extensions import Unpack
 
     from amct.atomic import AnyPath
     from amct.caffe.engine.net import Net
     from amct.caffe.model import Batch
     from amct.calibration import CalibrationResult, Ranks
-    from amct.config.plan import Plan
+    from amct.config.plan import LayerPlan, Plan
     from amct.config.python_config import AnyConfig
     from amct.export.check.losses import Reference
     from amct.export.request import SaveRequest
     from amct.model import Skip
     from amct.numerics.qparams import LayerQParams, Observed
     from amct.pipeline.batches import Batches, BatchInputs
+    from amct.pipeline.blocks.reconstruction import AdaRoundMode, Reconstruct
+    from amct.pipeline.blocks.regions import Parts
     from amct.pipeline.door import ComparedModel
     from amct.pipeline.flow import AnyResume, Passes
     from amct.pipeline.quantized_model import QuantizedModel
-    from amct.pipeline.weights import QuantizedWeights
     from amct.record import CaffeRecord
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer
@@ -90,6 +94,9 @@ def quantize(  # noqa: PLR0913  most of them are optional
     equalize: bool = False,
     custom_proto: AnyPath | None = None,
     resume: AnyResume = None,
+    adaround: AdaRoundMode | None = None,
+    reconstruct: Reconstruct | None = None,
+    reconstruct_seconds: float | None = None,
 ) -> QuantizedModel:
     """Quantize a Caffe model: fold BatchNorm, Scale and Bias, quantize weights, find the ranges of activations.
 
@@ -109,15 +116,25 @@ def quantize(  # noqa: PLR0913  most of them are optional
         custom_proto: A ``custom.proto`` with messages of your own layers.
         resume: A file such as ``out/net.calibration.npz``: what was observed is kept there at most every 30 s, and a
             calibration that was killed goes on from it; it is removed at the end.
+        adaround: after calibration learn for each weight of a convolution or product which of its two neighbours on the
+            grid (of 256 values, or of the 16 of SNQ) it is rounded to: "plain" by forwards as AMCT does for PyTorch,
+            "fast" from the Gram matrix of the layer's input.
+        reconstruct: "blocks": after calibration learn so, without labels, how the weights of each block are rounded
+            and its biases, so that the block computes what it does in the float model. Takes the place of AdaRound. The
+            same data give the same bytes.
+        reconstruct_seconds: About how long that may take, by the clock; how far it gets then depends on the machine.
 
     Raises:
         FileError, ParseError, ModelError, ConfigError: A file cannot be read or is invalid.
         CalibrationError: There is too little data, or it cannot be used.
+        ArgumentError: ``reconstruct`` or its seconds cannot be used.
     """
+    refine = refinement(reconstruct, reconstruct_seconds, adaround)
     input_files(model=model, weights=weights)
     with located_in(model):
-        door = CaffeDoor(read_model(model, weights, custom_proto), equalize=equalize)
-        return flow.quantize(door, calibration_data, config, inputs, resume)
+        learns = "blocks" if reconstruct else adaround or ""
+        door = CaffeDoor(read_model(model, weights, custom_proto), equalize=equalize, learns=learns)
+        return flow.quantize(door, calibration_data, config, inputs, resume, refine=refine)
 
 
 @log.screen_only()
@@ -270,6 +287,39 @@ class CaffePreparation:
         made = CaffePreparation(graph)
         return made, made._finished(inputs).layers
 
+    # -- learning by blocks --------------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> Mapping[str, QuantizedWeights]:
+        """The quantized weights by layer, also of layers that have none."""
+        return {name: self.graph.weights.get(name, QuantizedWeights()) for name in self.layers}
+
+    @property
+    def layer_plans(self) -> list[LayerPlan]:
+        """The plans of the quantized layers."""
+        return list(self.graph.plans().values())
+
+    def bias(self, layer: str) -> Tensor | None:
+        """The folded bias of a convolution or product, if it has one."""
+        blobs = self.graph.model.weights.get(layer, [])
+        return blobs[1] if len(blobs) > 1 and self.graph.model.layer(layer).type in FEEDFORWARD_TYPES else None
+
+    def parts(self) -> Parts:
+        """The folded net in parts."""
+        return parts_of(self.graph)
+
+    def float_outputs(self, arguments: Batch) -> list[Tensor]:
+        """What the folded float net returns."""
+        return [as_tensor(array) for array in run_net(self.graph.model.build(()), arguments).values()]
+
+    def with_learned(
+        self, weights: Mapping[str, QuantizedWeights], layers: Mapping[str, LayerQParams]
+    ) -> tuple[CaffePreparation, Mapping[str, LayerQParams]]:
+        """The model with learned weights, and the parameters of its layers."""
+        own = {name: each for name, each in weights.items() if each.weights}
+        made = CaffePreparation(replace(self.graph, weights=own))
+        return made, made._finished(layers).layers
+
     def config_of(self, plan: Plan) -> dict[str, Any]:
         """A full config that gives this plan."""
         return CAFFE.config_of(plan)
@@ -378,9 +428,10 @@ class CaffePreparation:
 class CaffeDoor:
     """Reads a Caffe model for quantization."""
 
-    def __init__(self, original: CaffeModel, *, equalize: bool) -> None:
+    def __init__(self, original: CaffeModel, *, equalize: bool, learns: str = "") -> None:
         self._original = original
         self._equalize = equalize
+        self._learns = learns
 
     @property
     def weight_bytes(self) -> int:
@@ -407,7 +458,7 @@ class CaffeDoor:
         """Of the net and all its blobs."""
         blobs = [part for name, tensors in self._original.weights.items() for part in (name, *tensors)]
         net = self._original.net.SerializeToString(deterministic=True)
-        return fingerprint(["equalized" if self._equalize else "", net, *blobs])
+        return fingerprint(["equalized" if self._equalize else "", self._learns, net, *blobs])
 
     def reads_data_first(self, plan: Plan) -> bool:
         """True with equalization, which needs the activations of all batches before the weights are quantized."""

@@ -303,19 +303,20 @@ def _numbers(option: str, text: str, expected: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """The options, by the names that ``amct.pytorch.quantize`` has for them."""
+    """The options, by the names that ``quantize`` of PyTorch and Caffe models has for them."""
 
     adaround: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help='How AdaRound learns where the config of a PyTorch model has it: "plain" as AMCT does, or "fast".'
+            help='How AdaRound learns, "plain" as AMCT does or "fast": of a PyTorch model where its config has it '
+            "(plain unless given), of a Caffe model everywhere (nowhere unless given)."
         ),
-    ] = "plain"
+    ] = None
     reconstruct: Annotated[
         str | None,
         typer.Option(
-            help='"blocks": let each block of a PyTorch model learn to compute what it does in float, for 4 bits; '
-            "no learning unless given."
+            help='"blocks": let each block of a PyTorch or Caffe model learn to compute what it does in float, for 4 '
+            "bits; no learning unless given."
         ),
     ] = None
     reconstruct_seconds: Annotated[
@@ -324,19 +325,19 @@ class Learning:
     ] = None
 
     def arguments(self) -> dict[str, Any]:
-        """What is handed on."""
-        return asdict(self)
+        """What is handed on: what is given."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def check(self, *, has_modes: bool) -> None:
         """Check the options.
 
         Args:
-            has_modes: Whether the model can learn: a PyTorch model without a goal.
+            has_modes: Whether the model can learn: a PyTorch or Caffe model without a goal.
 
         Raises:
             ArgumentError: One cannot be used.
         """
-        if self.adaround not in ("plain", "fast"):
+        if self.adaround not in (None, "plain", "fast"):
             raise ArgumentError(f"--adaround: expected plain or fast, got {self.adaround!r}")
         if self.reconstruct not in (None, "blocks"):
             raise ArgumentError(f"--reconstruct: expected blocks, got {self.reconstruct!r}")
@@ -348,9 +349,9 @@ class Learning:
             )
         if has_modes:
             return
-        for option, given in (("--adaround fast", self.adaround == "fast"), ("--reconstruct", self.reconstruct)):
+        for option, given in ((f"--adaround {self.adaround}", self.adaround), ("--reconstruct", self.reconstruct)):
             if given:
-                raise ArgumentError(f"{option} is for PyTorch models without a goal; leave it out")
+                raise ArgumentError(f"{option} is for PyTorch and Caffe models without a goal; leave it out")
 
 
 def takes_learning(command: Callable[..., Any]) -> Callable[..., Any]:

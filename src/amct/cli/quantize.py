@@ -124,7 +124,7 @@ def quantize(  # noqa: PLR0913  the options of a command
     with few_lines():
         own.refuse_unless_caffe(weights is not None)
         _check_options(model, weights, config, part)
-        learning.check(has_modes=_is_torch(model, weights) and not goal.is_given)
+        learning.check(has_modes=not _is_onnx(model, weights) and not goal.is_given)
         _check_level(fail_on, run_files=files.run_files)
         goal.check()
         files.check()
@@ -137,9 +137,9 @@ def quantize(  # noqa: PLR0913  the options of a command
                     model, weights, data, config, goal, where, save, resume=resume, equalize=equalize, part=part
                 )
             else:
-                learned = learning.arguments() if _is_torch(model, weights) else {}
                 door = front_door(model, weights, data, part=part)
-                quantized, batches = _quantized(door, config, files, state, equalize=equalize, **learned)
+                options = learning.arguments()
+                quantized, batches = _quantized(door, config, files, state, equalize=equalize, **options)
             ranks = ranks_here()
         if prints:
             result = _result(quantized, batches, files)
@@ -168,6 +168,10 @@ def _check_options(model: str, weights: Path | None, config: Path | None, part: 
 
 def _is_torch(model: str, weights: Path | None) -> bool:
     return weights is None and not model.endswith(ONNX_ENDING)
+
+
+def _is_onnx(model: str, weights: Path | None) -> bool:
+    return weights is None and model.endswith(ONNX_ENDING)
 
 
 def _prefix(output: str) -> str:

@@ -145,6 +145,19 @@ class QuantizedWeight:
         coarser = torch.round(self._rows().double() * ratio).to(torch.int8)
         return replace(self, qparams=qparams, integers=self._from_rows(coarser))
 
+    def on_grid(self, values: Tensor, scale: Tensor) -> QuantizedWeight:
+        """The same weight with other values, all of them multiples of a scale, or of its table if it has one."""
+        qparams = QParams.symmetric(scale, self.qparams.bits)
+        if self.integers is None:
+            return replace(self, qparams=qparams, stored=values.to(self.source.tensor.dtype))
+        rows = channels_first(values, self.source.kind, self.source.groups)
+        rows = torch.round(rows.double() / scale.double().reshape(-1, 1)).to(torch.int8)
+        if self.clusters is None:
+            return replace(self, qparams=qparams, integers=self._from_rows(rows)).readable()
+        table = self.clusters.table.expand(len(rows), -1).contiguous()
+        indices = self._from_rows(torch.searchsorted(table, rows.contiguous()).to(torch.uint8))
+        return QuantizedWeight.clustered(self.source, replace(self.clusters, indices=indices))
+
     def times(self, multiplier: Tensor) -> QuantizedWeight:
         """Multiply each output channel: scales absorb the magnitude, integers the sign, without any rounding."""
         if self.clusters is not None:

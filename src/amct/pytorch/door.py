@@ -17,9 +17,9 @@ from amct.config.python_config import plan_of
 from amct.errors import ArgumentError, ArgumentTypeError, ModelError
 from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline import flow
+from amct.pipeline.blocks.reconstruction import refinement
 from amct.pipeline.compare import measure
 from amct.pipeline.quantized_model import QuantizedModel
-from amct.pytorch.blocks.reconstruction import reconstructed
 from amct.pytorch.calibrating import balance_of
 from amct.pytorch.capture.functional_layers import find_functional_layers, layer_module
 from amct.pytorch.folding import fuse
@@ -46,11 +46,10 @@ if TYPE_CHECKING:
     from amct.config.python_config import AnyConfig
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import Batches, BatchInputs
+    from amct.pipeline.blocks.reconstruction import AdaRoundMode, Reconstruct
     from amct.pipeline.flow import AnyResume, Passes
-    from amct.pytorch.blocks.reconstruction import Reconstruct
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.layer_hooks import Arguments
-    from amct.pytorch.preparation import AdaRoundMode
     from amct.search.doctor import Diagnosis
     from amct.search.request import SearchOptions
 
@@ -103,30 +102,11 @@ def quantize(  # noqa: PLR0913  most of them are optional
     Raises:
         AmctError: the subclass tells whether config, model, data or files are invalid.
     """
-    check_reconstruct(reconstruct, reconstruct_seconds)
+    refine = refinement(reconstruct, reconstruct_seconds)
     if adaround not in ("plain", "fast"):
         raise ArgumentError(f'adaround: expected "plain" or "fast", got {adaround!r}')
     door = _opened(model, part, io, adaround=adaround, equalize=equalize, learns_blocks=reconstruct is not None)
-    refine = None if reconstruct is None else partial(reconstructed, seconds=reconstruct_seconds)
     return flow.quantize(door, calibration_data, config, inputs, resume, refine=refine)
-
-
-def check_reconstruct(reconstruct: object, seconds: object) -> None:
-    """Check what says whether, and how long, blocks are reconstructed.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: It cannot be used.
-    """
-    if reconstruct not in (None, "blocks"):
-        raise ArgumentError(f'reconstruct: expected "blocks" or None, got {reconstruct!r}')
-    if seconds is None:
-        return
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise ArgumentTypeError(f"reconstruct_seconds: expected a number, got {type(seconds).__name__}")
-    if not 0 < seconds < float("inf"):
-        raise ArgumentError(f"reconstruct_seconds: expected a positive number, got {seconds:g}")
-    if reconstruct is None:
-        raise ArgumentError('reconstruct_seconds: nothing is reconstructed; add reconstruct="blocks", or leave it out')
 
 
 def _opened(model: nn.Module, part: str | None, io: IoOptions | None, **options: Any) -> TorchDoor:  # noqa: ANN401  of TorchDoor

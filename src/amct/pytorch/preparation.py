@@ -15,11 +15,13 @@ from amct.errors import ArgumentError, ExportError, ModelError
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.runtime import as_tensor
 from amct.numerics.settings import AdaRoundSettings
+from amct.pipeline.blocks.regions import Parts
 from amct.pipeline.door import Calibration
 from amct.pipeline.preparation import PreparedForOnnx, enabled_layers, inputs_of_nodes
-from amct.pipeline.weights import quantize_weights
+from amct.pipeline.weights import corrected_bias, quantize_weights, suited_to_bias
 from amct.printable import counted
 from amct.pytorch.adaround import learn_rounding
+from amct.pytorch.blocks.regions import RegionProgram
 from amct.pytorch.calibrating import start_calibration
 from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import float_weights, put_weights
@@ -44,14 +46,13 @@ if TYPE_CHECKING:
     from amct.export.qdq.exporter import TensorPlan
     from amct.numerics.qparams import LayerQParams
     from amct.pipeline.batches import Batches, BatchInputs
+    from amct.pipeline.blocks.reconstruction import AdaRoundMode
     from amct.pipeline.door import ComparedModel, ModelOutput
     from amct.pipeline.weights import QuantizedWeights
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.intermediate_tensors import TensorWatch
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.part import Part
-
-AdaRoundMode = Literal["plain", "fast"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,6 +120,37 @@ class TorchPreparation(PreparedForOnnx):
         example = self.traced.inputs.args, self.traced.inputs.kwargs
         given, expected = (pytree.tree_flatten(each) for each in (arguments, example))
         return given[1] == expected[1] and all(map(_is_like, given[0], expected[0]))
+
+    def parts(self) -> Parts:
+        """The folded model in parts.
+
+        Raises:
+            ModelError: It cannot be divided.
+        """
+        program = RegionProgram(self.traced, self.fused, self.weights)
+        try:
+            exact = rounded = program.constants(self.fused.model)
+            if any(step.layer and not step.reads_weight and self.weights[step.layer].weights for step in program.steps):
+                rounded = program.constants(self.quantized_copy(is_private=True))  # an LSTM reads another form
+        except RuntimeError as error:  # of any operation
+            raise ModelError(f"its captured program cannot be run in parts: {error}") from error
+        return Parts(program, exact, rounded)
+
+    def float_outputs(self, arguments: Arguments) -> list[Any]:
+        """What the folded float model returns, number by number."""
+        args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, arguments)  # a forward may write to its inputs
+        return pytree.tree_leaves(self.fused.model(*args, **kwargs))
+
+    def with_learned(
+        self, weights: Mapping[str, QuantizedWeights], layers: Mapping[str, LayerQParams]
+    ) -> tuple[Self, Mapping[str, LayerQParams]]:
+        """The model with learned weights and the parameters of its layers."""
+        found = dict(layers)
+        for name, qparams in layers.items():
+            bias = self.bias(name)
+            if bias is not None and qparams.lost is not None:
+                found[name] = suited_to_bias(name, qparams, weights[name], corrected_bias(qparams, weights[name], bias))
+        return self.with_weights(self.plan, weights), found
 
     def quantized_copy(self, *, is_private: bool = False) -> nn.Module:
         """A copy of the folded model with fake-quantized weights, whose layers with balanced weights balance inputs.

@@ -192,6 +192,24 @@ class Net:
             for callback in self._callbacks["after_backward"]:
                 callback(index)
 
+    def compute(
+        self, node: LayerNode, bottoms: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What one layer makes of tensors, with a gradient where it has one; other layers do not see it."""
+        layer = node.layer
+        for index, tensor in zip(node.bottoms, bottoms, strict=False):
+            self.graph.blobs[index].set_shape(tuple(tensor.shape))
+        if len(bottoms) == len(node.bottoms):
+            self._reshape_node(node)
+        if layer.replaces_tops:
+            return list(layer.forward(list(bottoms), list(parameters)))
+        blobs, tops = self._blobs(node.bottoms), self._blobs(node.tops)
+        with torch.no_grad():
+            for blob, tensor in zip(blobs, bottoms, strict=True):
+                blob.set_tensor(tensor)
+            layer.run(blobs, tops)
+            return [blob.tensor.clone() for blob in tops]
+
     def reshape(self) -> None:
         """Update the shapes of all blobs from those of the inputs, without computing values."""
         for node in self.graph.nodes:

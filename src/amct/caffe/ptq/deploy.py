@@ -184,20 +184,23 @@ class Results:
     def float_model(self, *, rounded: Collection[str] = ()) -> CaffeModel:
         """The folded float model; weights of the ``rounded`` layer types are quantized and dequantized.
 
-        Clustered weights are always dequantized: their 16 values do not follow from a scale. Where nothing is, it is
-        the folded model itself.
+        Clustered weights, and those whose rounding was learned, are always dequantized: they do not follow from a
+        scale. Where nothing is, it is the folded model itself.
         """
         changed = [
             name
             for name, weights in self._weights.items()
-            if any(weight.clusters is not None for weight in weights.weights) or self._model.layer(name).type in rounded
+            if weights.custom_rounding
+            or any(weight.clusters is not None for weight in weights.weights)
+            or self._model.layer(name).type in rounded
         ]
         if not changed:
             return self._model
         model = self._model.copy()
         for name in changed:
             model.weights[name] = real_blobs(self._weights[name], model.weights[name])
-            if name in self._biases:  # exporters find no error to correct in weights that are rounded already
+            # Exporters find no error to correct in weights that are rounded already; what is lost, they add themselves.
+            if name in self._biases and self.layers[name].lost is None:
                 model.weights[name][1] = self._biases[name]
         return model
 

@@ -95,6 +95,8 @@ class AdaRoundLayer:
     bias: Tensor | None = None
     geometry: ConvolutionGeometry | None = None
     activation: Activation | None = None
+    table: Tensor | None = None
+    """The integers that a weight can become, as ``SoftRounding`` takes them; None: all that have so many bits."""
 
     def __post_init__(self) -> None:
         expected = 2 if self.geometry is None else 4
@@ -202,7 +204,7 @@ def adaround(
             groups=layer.groups,
         )
     rows = layer.rows()
-    rounding = SoftRounding(rows, qparams.per_row(rows.shape[0]).scale, settings.num_bits)
+    rounding = SoftRounding(rows, qparams.per_row(rows.shape[0]).scale, settings.num_bits, layer.table)
     initial_loss = _loss_on(layer, data, rounding, rounding.nearest, settings.batch_size)
     obstacle = _reason_against_gram(layer, data, settings) if settings.fast else "fast mode is off"
     if obstacle:
@@ -336,9 +338,8 @@ def _switch_greedily(statistics: GramStatistics, rounding: SoftRounding) -> Tens
     """Return the hard rounding, with single weights switched while that lowers the error."""
     unfolding = statistics.unfolding
     hard = rounding.hard()
-    other = (2 * rounding.floor + 1 - hard).clamp(rounding.lowest, rounding.highest)
     weight, alternative = (
-        unfolding.group_rows(steps * rounding.scale).double().contiguous() for steps in (hard, other)
+        unfolding.group_rows(steps * rounding.scale).double().contiguous() for steps in (hard, rounding.other(hard))
     )
     slope = statistics.half_gradient(weight)
     gram, slopes, used, unused = (t.cpu().numpy() for t in (statistics.gram, slope, weight, alternative))

@@ -1,6 +1,7 @@
 """The learned rounding of AdaRound: a value between floor and ceiling per weight, driven to one of them over time.
 
-A weight in steps of its scale is ``floor + h`` with ``h = clamp(1.2 · sigmoid(alpha) - 0.1, 0, 1)``. The regularizer
+A weight in steps of its scale is ``floor + h · gap`` with ``h = clamp(1.2 · sigmoid(alpha) - 0.1, 0, 1)``; the gap to
+the next integer is 1, or that to the next one of a table. The regularizer
 ``Σ 1 - |2h - 1|^beta`` is zero when all h are 0 or 1; beta falls from ``beta_range[0]`` to ``beta_range[1]`` along
 half a cosine, after a warm start without any regularizer.
 """
@@ -44,19 +45,34 @@ class Learning(AdaRoundSettings):
 
 
 class SoftRounding:
-    """The rounding of one weight as rows ``[Cout, K]``; ``alpha`` is the learned parameter."""
+    """The rounding of one weight as rows ``[Cout, K]``; ``alpha`` is the learned parameter.
 
-    def __init__(self, rows: Tensor, scale: Tensor, bits: int) -> None:
+    Args:
+        rows: The weight.
+        scale: Of the integers, one per row.
+        bits: Of the integers.
+        table: The integers that a weight can become, ascending, a row of them for each row of the weight or one for
+            all; None: all that have so many bits.
+    """
+
+    def __init__(self, rows: Tensor, scale: Tensor, bits: int, table: Tensor | None = None) -> None:
         self.scale = scale.detach().float().reshape(-1, 1)
         self.lowest, self.highest = integer_range(bits)
         steps = rows.detach().float() * self.scale.reciprocal()
-        self.nearest = steps.round().clamp(self.lowest, self.highest)
-        self.floor = steps.floor()
-        rest = steps - self.floor
+        # A weight beyond the grid has a gap of 0: it is clipped for every h, so its gradient is zero.
+        if table is None:
+            floor = steps.floor()
+            rest = steps - floor
+            self.gap = ((floor >= self.lowest) & (floor < self.highest)).float()
+            self.floor = floor.clamp(self.lowest, self.highest)
+            self.nearest = steps.round().clamp(self.lowest, self.highest)
+        else:
+            self.floor, self.gap = _places_in(steps, table)
+            rest = ((steps - self.floor) / self.gap.clamp(min=1)).clamp(0, 1)
+            self.nearest = self.floor + self.gap * (rest > 0.5)
         self.alpha = -torch.log(STRETCH / (rest - SHIFT) - 1)
-        # A weight beyond the grid is clipped for every h, so its gradient is zero.
-        self.step = self.scale * ((self.floor >= self.lowest) & (self.floor < self.highest))
-        self.base = self.floor.clamp(self.lowest, self.highest) * self.scale
+        self.step = self.scale * self.gap
+        self.base = self.floor * self.scale
 
     def part(self, rows: slice) -> SoftRounding:
         """Return the rounding of some rows, which is learned independently of this one."""
@@ -80,7 +96,11 @@ class SoftRounding:
 
     def hard(self) -> Tensor:
         """Return the final integers: the ceiling where ``h >= 0.5``, else the floor."""
-        return (self.floor + (self.h() >= 0.5)).clamp(self.lowest, self.highest)
+        return self.floor + self.gap * (self.h() >= 0.5)
+
+    def other(self, hard: Tensor) -> Tensor:
+        """Return for each weight of a rounding the integer that it is not."""
+        return 2 * self.floor + self.gap - hard
 
     def gradient(
         self, weight_gradient: Tensor, beta: float | None, reg_param: float, sigmoid: Tensor | None = None
@@ -100,6 +120,15 @@ class SoftRounding:
         inner: Tensor = torch.ops.aten.hardtanh_backward(result, stretched, 0.0, 1.0)
         slope: Tensor = torch.ops.aten.sigmoid_backward(inner, sigmoid)
         return slope.mul_(STRETCH)
+
+
+def _places_in(steps: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """The integer of a table below each value, and how far it is to the next one; beyond either end that and 0."""
+    known = table.to(steps.device, torch.float32).expand(steps.shape[0], -1).contiguous()
+    above = torch.searchsorted(known, steps.contiguous(), right=True)
+    last = known.shape[1] - 1
+    low = known.gather(1, (above - 1).clamp(0, last))
+    return low, known.gather(1, above.clamp(0, last)) - low
 
 
 class Adam:

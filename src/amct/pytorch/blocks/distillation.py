@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from amct.model import Graph
-    from amct.pytorch.blocks.regions import Constants, Region, Step, Values
+    from amct.pipeline.blocks.regions import Constants, Region, Values
+    from amct.pytorch.blocks.regions import NodeStep
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.qat.model import QatModel
@@ -213,7 +214,7 @@ def distill_groups(
     return errors
 
 
-def _steps(program: RegionProgram, unit: Unit) -> list[Step]:
+def _steps(program: RegionProgram, unit: Unit) -> list[NodeStep]:
     chosen = set(unit.nodes)  # of a layer whose forward pads first, all that its module does
     return [step for step in program.steps if chosen & {step.layer, step.module, step.node.name}]
 
@@ -251,7 +252,7 @@ class _Runs:
     def _values(self, given: Sequence[Tensor]) -> Values:
         return dict(zip(self._region.inputs, given, strict=True))
 
-    def _call(self, step: Step, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
+    def _call(self, step: NodeStep, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
         module: Any = self._modules[step.layer]
         if isinstance(module, QuantizedLayer):
             x, weight = module.quantized_input(x), module.quantized_weight()

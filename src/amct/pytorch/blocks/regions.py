@@ -1,14 +1,11 @@
-"""A captured network as regions that are run one after the other, each alone: residual blocks, else single layers.
+"""The program of a captured model in steps, which are put into regions (see ``amct.pipeline.blocks.regions``).
 
-A region ends where a single tensor leads on, so that what it computes depends on what it reads only. Neighbours of one
-module with few layers are joined (the three convolutions of an inverted bottleneck without a sum), a region with many
-layers is divided again. The program is that of the user's model; folded batch norms pass their input on, and the values
-of parameters are those of a model that is given (the folded one, or one with rounded weights).
+The program is that of the user's model; folded batch norms pass their input on, and the values of parameters are those
+of a model that is given (the folded one, or one with rounded weights).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +15,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from amct.errors import ModelError
+from amct.pipeline.blocks.regions import Constants, Program, Step
 from amct.pytorch.capture.functional_layers import layer_module, layer_name, named_tensors
 from amct.pytorch.capture.layer_types import layer_type
 from amct.pytorch.capture.program import plain_name
@@ -25,99 +23,36 @@ from amct.pytorch.onnx.lowering.program import Memory, without_mutation
 from amct.pytorch.onnx.lowering.writer import NotLoweredError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch.export import ExportedProgram
 
+    from amct.pipeline.blocks.regions import LayerCall, Region, Values
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.folding import Fused
     from amct.pytorch.layer_hooks import Arguments
 
-Values = dict[fx.Node, Any]
-"""Tensors by the node that makes them."""
-
-MOST_JOINED, MOST_LAYERS = 4, 12
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One operation of the program.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NodeStep(Step):
+    """One operation of the program; tensors are named by the nodes that make them.
 
     Attributes:
         node: Its node.
         target: What computes it; of an operation in place, the one that returns a new tensor.
         reads: By node among its arguments: the node that has its value by now, if that was written to.
-        layer: The quantized layer that it computes; "" for all else.
-        reads_weight: Whether its arguments are an input, the layer's own weight, and a bias or None.
         is_folded: Whether it is a batch norm that is folded, which passes its input on.
-        module: The path of the module that called it.
     """
 
     node: fx.Node
     target: Callable[..., Any]
     reads: Mapping[fx.Node, fx.Node]
-    layer: str = ""
-    reads_weight: bool = False
     is_folded: bool = False
-    module: str = ""
-
-    @property
-    def given(self) -> list[fx.Node]:
-        """The nodes whose values it reads."""
-        read = self.node.all_input_nodes[:1] if self.is_folded else self.node.all_input_nodes
-        return [self.reads.get(each, each) for each in read]
 
 
-@dataclass(frozen=True, eq=False)
-class Region:
-    """Neighbouring operations.
-
-    Attributes:
-        steps: Them, in order.
-        inputs: The tensors that they read and others made.
-        outputs: The tensors that they make and others read, or that the model returns.
-        shared: The inputs that other regions read, too.
-    """
-
-    steps: Sequence[Step]
-    inputs: Sequence[fx.Node]
-    outputs: Sequence[fx.Node]
-    shared: Collection[fx.Node] = ()
-
-    @property
-    def layers(self) -> list[str]:
-        """The quantized layers."""
-        return [step.layer for step in self.steps if step.layer]
-
-    @property
-    def name(self) -> str:
-        """Its layers, for people."""
-        names = self.layers or [self.steps[0].node.name]
-        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
-
-
-@dataclass(frozen=True, eq=False)
-class Constants:
-    """What a program does not compute of its inputs.
-
-    Attributes:
-        values: Parameters, buffers, and what is computed of them alone.
-        biases: By layer: its bias, which it may have got when a batch norm was folded into it.
-    """
-
-    values: Values
-    biases: Mapping[str, Tensor | None]
-
-
-LayerCall = Callable[[Step, Callable[..., Tensor], Tensor], Tensor]
-"""Called with a step that computes a layer, its operation and its input, in place of the operation.
-
-The operation takes an input and, if the step reads its own weight, also a weight and a bias.
-"""
-
-
-class RegionProgram:
+class RegionProgram(Program):
     """The program of a captured model in steps.
 
     Args:
@@ -141,8 +76,8 @@ class RegionProgram:
         self._parameters = self._stored_names()
         graph = traced.program.graph
         self.inputs = [each for each in graph.find_nodes(op="placeholder") if each.name not in self._parameters]
-        self._constants: list[Step] = []
-        self.steps: list[Step] = []
+        self._constants: list[NodeStep] = []
+        self.steps: list[NodeStep] = []
         self._read()
         (output,) = graph.find_nodes(op="output")
         self.outputs = [self._latest.get(each, each) for each in output.all_input_nodes]
@@ -180,7 +115,7 @@ class RegionProgram:
             step = self._step(node, memory)
             (self.steps if node in changing else self._constants).append(step)
 
-    def _step(self, node: fx.Node, memory: Memory) -> Step:
+    def _step(self, node: fx.Node, memory: Memory) -> NodeStep:
         reads = {each: self._latest[each] for each in node.all_input_nodes if each in self._latest}
         target: Any = node.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
@@ -202,7 +137,21 @@ class RegionProgram:
         layer = next((path for path in paths if path in self._layers and self._computes(node, path)), "")
         is_folded = bool(self._folded.intersection(paths)) and "batch_norm" in str(node.target)
         own = layer and len(node.args) > 1 and self._parameter(node.args[1]) == f"{layer}.weight"
-        return Step(node, target, reads, layer, bool(own), is_folded, paths[-1] if paths else "")
+        read = node.all_input_nodes[:1] if is_folded else node.all_input_nodes
+        value = node.meta["val"]
+        return NodeStep(
+            given=[reads.get(each, each) for each in read],
+            made=[node],
+            layer=layer,
+            reads_weight=bool(own),
+            is_layer=bool(layer),
+            module=paths[-1] if paths else "",
+            size=value.shape[1:].numel() if isinstance(value, Tensor) else None,
+            node=node,
+            target=target,
+            reads=reads,
+            is_folded=is_folded,
+        )
 
     def _computes(self, node: fx.Node, layer: str) -> bool:
         """Whether a node is the operation of a layer, not one that pads its input or the like."""
@@ -217,61 +166,13 @@ class RegionProgram:
 
     # -- regions -------------------------------------------------------------------------------------------------------
 
-    def regions(self) -> list[Region]:
-        """The regions, in the order in which they are run; those that follow the last layer are part of the last."""
-        last = {node: place for place, step in enumerate(self.steps) for node in step.given}
-        last |= dict.fromkeys(self.outputs, len(self.steps))
-        parts: list[list[Step]] = [[]]
-        alive = set(self.inputs)
-        for place, step in enumerate(self.steps):
-            parts[-1].append(step)
-            alive.add(step.node)
-            alive = {node for node in alive if last.get(node, -1) > place}
-            if len(alive) == 1 and all(isinstance(node.meta["val"], Tensor) for node in alive):
-                parts.append([])
-        divided = [piece for part in _joined(parts) for piece in _divided(part)]
-        return [self._region(part) for part in divided]
+    def is_tensor(self, key: fx.Node) -> bool:
+        """Whether a node makes one tensor."""
+        return isinstance(key.meta["val"], Tensor)
 
-    def between(self, chosen: Sequence[Collection[Step]]) -> list[tuple[Region, int | None]]:
-        """Regions for chosen steps and all that lies between them, in an order in which they can be run.
-
-        Args:
-            chosen: For each wanted region its steps, none of which reads a step behind its first one but its own.
-
-        Returns:
-            The regions, each with its number among the chosen ones; None: it lies between.
-        """
-        owner = {step.node: number for number, steps in enumerate(chosen) for step in steps}
-        parts: list[tuple[list[Step], int | None]] = []
-        begun: dict[int, list[Step]] = {}
-        for step in self.steps:
-            number = owner.get(step.node)
-            if number is None:
-                if not parts or parts[-1][1] is not None:
-                    parts.append(([], None))
-                parts[-1][0].append(step)
-            elif number in begun:
-                begun[number].append(step)
-            else:
-                begun[number] = [step]
-                parts.append((begun[number], number))
-        return [(self._region(steps), number) for steps, number in parts]
-
-    def _region(self, steps: list[Step]) -> Region:
-        made = {step.node for step in steps}
-        changing = {*self.inputs, *(step.node for step in self.steps)}
-        read = dict.fromkeys(node for step in steps for node in step.given)
-        inputs = [node for node in read if node in changing and node not in made]
-        others = {node for step in self.steps if step.node not in made for node in step.given} | {*self.outputs}
-        return Region(
-            steps=steps,
-            inputs=inputs,
-            outputs=[step.node for step in steps if step.node in others],
-            shared=others.intersection(inputs),
-        )
-
-    def is_by_sample(self, region: Region) -> bool:
+    def is_by_sample(self, region: Region, constants: Constants, given: Values) -> bool:
         """Whether the first axis of all that a region reads and makes is that of the samples, of any number."""
+        del constants, given
         tensors = [node.meta["val"] for node in (*region.inputs, *region.outputs)]
         return self._symbol is not None and all(
             isinstance(each, Tensor)
@@ -311,7 +212,7 @@ class RegionProgram:
     def run(self, region: Region, constants: Constants, given: Values, call: LayerCall | None = None) -> list[Any]:
         """What a region computes of its inputs; ``call`` computes the quantized layers, without it they are float."""
 
-        def as_it_is(step: Step, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
+        def as_it_is(step: NodeStep, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
             if not step.reads_weight:
                 return operation(x)
             weight: Any = step.node.args[1]
@@ -323,7 +224,7 @@ class RegionProgram:
             values[step.node] = self._run(step, values, sizes, call or as_it_is)
         return [values[node] for node in region.outputs]
 
-    def _run(self, step: Step, values: Values, sizes: Mapping[Any, int], call: LayerCall) -> Any:  # noqa: ANN401  any result
+    def _run(self, step: NodeStep, values: Values, sizes: Mapping[Any, int], call: LayerCall) -> Any:  # noqa: ANN401  any result
         def look_up(node: fx.Node) -> Any:  # noqa: ANN401  any value
             node = step.reads.get(node, node)
             return values[node] if node in values else _number(node.meta["val"], sizes)
@@ -370,7 +271,7 @@ def _number(value: Any, sizes: Mapping[Any, int]) -> Any:  # noqa: ANN401  a num
     return int(found) if isinstance(value, torch.SymInt) else type(value.node.hint)(found)
 
 
-def _plain(step: Step, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _plain(step: NodeStep, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
     del step
     return operation(x)
 
@@ -384,59 +285,3 @@ def _tensors(value: object) -> bool:
     """Whether a value of the program is a tensor, or several."""
     leaves = pytree.tree_leaves(value)
     return bool(leaves) and all(isinstance(each, Tensor) for each in leaves)
-
-
-def _count(part: Sequence[Step]) -> int:
-    return sum(1 for step in part if step.layer)
-
-
-def _parent(part: Sequence[Step]) -> str:
-    """The module that calls the layers of a part; its only layer's own parent."""
-    paths = [step.module.split(".")[:-1] for step in part if step.layer]
-    same = [each[0] for each in zip(*paths, strict=False) if len(set(each)) == 1]
-    return ".".join(same)
-
-
-def _joined(parts: list[list[Step]]) -> list[list[Step]]:
-    """Join each part without layers with a neighbour, and neighbours of one module that have few layers.
-
-    What keeps the number of values, such as an activation, belongs to the part before, a pooling to the one behind.
-    """
-    found: list[list[Step]] = []
-    waiting: list[Step] = []
-    for part in filter(None, parts):
-        if not _count(part) and found and not waiting and _values(part) == _values(found[-1]):
-            found[-1] += part
-        elif not _count(part):
-            waiting += part
-        else:
-            found.append([*waiting, *part])
-            waiting = []
-            if len(found) > 1 and _belong_together(*found[-2:]):
-                found[-2:] = [found[-2] + found[-1]]
-    if waiting:
-        found[-1:] = [[*(found[-1] if found else []), *waiting]]
-    return found
-
-
-def _belong_together(first: list[Step], second: list[Step]) -> bool:
-    parent = _parent(first)
-    return parent != "" and parent == _parent(second) and _count(first) + _count(second) <= MOST_JOINED
-
-
-def _values(part: Sequence[Step]) -> object:
-    """The number of values that a part makes of each sample."""
-    made = part[-1].node.meta["val"]
-    return made.shape[1:].numel() if isinstance(made, Tensor) else None
-
-
-def _divided(part: list[Step]) -> list[list[Step]]:
-    """Divide a part with many layers in front of each of them."""
-    if _count(part) <= MOST_LAYERS:
-        return [part]
-    found: list[list[Step]] = [[]]
-    for step in part:
-        if step.layer and _count(found[-1]):
-            found.append([])
-        found[-1].append(step)
-    return found

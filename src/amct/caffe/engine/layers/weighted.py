@@ -35,7 +35,7 @@ _CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 _TRANSPOSED = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3: functional.conv_transpose3d}
 
 
-class _BaseConvolution(FakeQuantized):
+class BaseConvolution(FakeQuantized):
     """The common part of Convolution and Deconvolution; the axes before ``axis`` are merged into one batch axis."""
 
     bottom_count = (1, None)
@@ -120,15 +120,19 @@ class _BaseConvolution(FakeQuantized):
         self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offset: int = 0
     ) -> torch.Tensor:
         """The exact integer convolution; the padding value is ``offset``, the integer for zero."""
+        convolve = partial(integer_convolution, geometry=self.geometry(), offset=offset)
+        return self._one(bottom, weight, bias, convolve)
+
+    def geometry(self) -> ConvolutionGeometry:
+        """Stride, padding and so on."""
         plain = self.spatial_axes == 0
-        geometry = ConvolutionGeometry(
+        return ConvolutionGeometry(
             stride=1 if plain else self.window.stride,
             padding=0 if plain else self.window.pad,
             dilation=1 if plain else self.window.dilation,
             groups=self.group,
             transposed=self.transposed,
         )
-        return self._one(bottom, weight, bias, partial(integer_convolution, geometry=geometry, offset=offset))
 
     def _one(
         self,
@@ -172,7 +176,7 @@ class _BaseConvolution(FakeQuantized):
 
 
 @register("Convolution")
-class Convolution(_BaseConvolution):
+class Convolution(BaseConvolution):
     """Cross-correlation: (N, C, H, W) to (N, num_output, H', W'); weight (num_output, C / group, kernel...)."""
 
     fold_kind: WeightKind | None = WeightKind.CONV
@@ -226,7 +230,7 @@ def _in_layout(parameters: Tensors, layout: torch.memory_format) -> tuple[torch.
 
 
 @register("Deconvolution")
-class Deconvolution(_BaseConvolution):
+class Deconvolution(BaseConvolution):
     """Transposed convolution: (N, C, H, W) to (N, num_output, H', W'); weight (C, num_output / group, kernel...)."""
 
     fold_kind: WeightKind | None = WeightKind.CONV_TRANSPOSE

@@ -6,6 +6,7 @@ quantizers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from amct.errors import AmctError
+from amct.numerics.adaround.learning import AdaRoundLayer, CachedData, adaround
 from amct.numerics.adaround.loop import (
     Clips,
     Moved,
@@ -27,15 +29,16 @@ from amct.numerics.adaround.rounding import SoftRounding
 from amct.numerics.adaround.scale import least_error_scale
 from amct.numerics.qparams import QParams
 from amct.numerics.settings import FEW_BITS, WeightKind
-from amct.pipeline.weights import layer_error
+from amct.pipeline.weights import corrected_bias, layer_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from amct.numerics.adaround.rounding import Learning
+    from amct.numerics.integer import ConvolutionGeometry
     from amct.numerics.qparams import LayerQParams
+    from amct.pipeline.blocks.regions import Constants, Program, Region, Step
     from amct.pipeline.weights import QuantizedWeights
-    from amct.pytorch.blocks.regions import Constants, Region, RegionProgram, Step
 
     Sample = tuple[list[Tensor], list[Tensor], list[Tensor]]
     """What the quantized and what the float network give a block, and what it should compute."""
@@ -47,6 +50,8 @@ _BIAS_RATE = 2e-3
 _WEIGHT = 2e-5
 """What the error that a block begins with counts, by number of weights, beside the regularizer of their roundings."""
 _AT_ONCE = 64
+_POSITIONS, _FEWEST_SAMPLES = 32 * 1024, 4
+"""Positions of an image that an iteration needs; of large images fewer samples have them."""
 
 
 @dataclass(eq=False)
@@ -90,6 +95,7 @@ class BlockSamples:
         self._by_sample = by_sample and len(shapes) == 1
         self._parts = [self._joined(parts)] if self._by_sample else list(parts)
         self._count = self._parts[0][2][0].shape[0] if self._by_sample else len(parts)
+        self._positions = max((math.prod(tensor.shape[2:]) for tensor in self._parts[0][2]), default=1) or 1
 
     @staticmethod
     def _joined(parts: Sequence[Sample]) -> Sample:
@@ -102,7 +108,8 @@ class BlockSamples:
         """Some samples, or a batch."""
         if not self._by_sample:
             return self._parts[int(torch.randint(self._count, (1,), generator=generator))]
-        return self._take(torch.randperm(self._count, generator=generator)[:size])
+        enough = max(_FEWEST_SAMPLES, _POSITIONS // self._positions)
+        return self._take(torch.randperm(self._count, generator=generator)[: min(size, enough)])
 
     def __iter__(self) -> Iterator[Sample]:
         if not self._by_sample:
@@ -129,7 +136,7 @@ class Block:
 
     def __init__(
         self,
-        program: RegionProgram,
+        program: Program,
         region: Region,
         constants: Constants,
         layers: Mapping[str, LearnedLayer],
@@ -148,14 +155,22 @@ class Block:
 
     def outputs(self, given: Sequence[Tensor], layers: Mapping[str, LearnedLayer]) -> list[Tensor]:
         """What the block computes with quantized layers."""
+        with torch.no_grad():
+            return self._run(given, self._quantized_call(layers))
+
+    def _quantized_call(
+        self, layers: Mapping[str, LearnedLayer], watched: Step | None = None, read: list[Tensor] | None = None
+    ) -> Callable[..., Tensor]:
+        """Computes a quantized layer; what the watched one reads is noted."""
 
         def call(step: Step, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
             layer = layers[step.layer]
-            x = quantized_as(layer.weights.balanced_input(x), layer.qparams.input)
+            x = quantized_as(layer.weights.balanced_input(x), layer.qparams.inputs[step.index])
+            if step is watched and read is not None:
+                read.append(x)
             return operation(x, self._weight(layer), layer.bias) if step.reads_weight else operation(x)
 
-        with torch.no_grad():
-            return self._run(given, call)
+        return call
 
     def error(self, samples: BlockSamples, layers: Mapping[str, LearnedLayer]) -> float:
         """The squared error over all samples."""
@@ -197,7 +212,7 @@ class Block:
             def call(step: Step, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
                 layer = self._layers[step.layer]
                 x = layer.weights.balanced_input(x)
-                x = by_chance(clips[step.layer](x), x, _KEPT, generator)
+                x = by_chance(clips[step.layer, step.index](x), x, _KEPT, generator)
                 if not step.reads_weight:
                     return operation(x)
                 bias = biases.get(step.layer)
@@ -209,40 +224,96 @@ class Block:
 
         moved = [each for clip in dict.fromkeys(clips.values()) for each in clip.moved]
         follow_gradient(loss_of, list(weights.values()), settings, moved=[*moved, *biases.values()], progress=progress)
-        return {name: self._after(name, weights.get(name), clips[name], biases.get(name)) for name in self._layers}
+        inputs: dict[str, dict[int, QParams]] = {name: {} for name in self._layers}
+        for (name, index), clip in clips.items():
+            inputs[name][index] = clip.qparams()
+        return {name: self._after(name, weights.get(name), inputs[name], biases.get(name)) for name in self._layers}
+
+    def round_alone(
+        self,
+        samples: BlockSamples,
+        settings: Learning,
+        generator: torch.Generator,
+        biases: Mapping[str, Tensor | None],
+        progress: Callable[[int, int, float], None],
+    ) -> dict[str, LearnedLayer]:
+        """AdaRound of the layers, each from its own inputs; returns those that could be learned."""
+        found = {}
+        for step in self._region.steps:
+            is_plain, geometry = self._program.geometry(step)
+            if not is_plain or not self._can_learn(step) or step.index:
+                continue
+            before, start = self._layers[step.layer], self._rounded(step.layer)
+            (weight,), bias = before.weights.weights, biases[step.layer]
+            table = None if weight.clusters is None else weight.clusters.table
+            described = AdaRoundLayer(weight=weight.source.balanced(), bias=bias, geometry=geometry, table=table)
+            bits = weight.qparams.bits
+            made = adaround(
+                described,
+                self._pairs(samples, step, geometry),
+                replace(settings, num_bits=bits),
+                qparams=QParams.symmetric(start.rounding.scale.reshape(-1)[: weight.qparams.scale.numel()], bits),
+                generator=generator,
+                progress=progress,
+            )
+            weights = with_learned(before.weights, made.qparams.scale, made.weight.float())
+            qparams = replace(before.qparams, weights=weights.qparams().weights, cancels_errors=False)
+            own = None if bias is None else corrected_bias(qparams, weights, bias)
+            found[step.layer] = LearnedLayer(step.layer, weights, qparams, own)
+        return found
+
+    def _pairs(self, samples: BlockSamples, wanted: Step, geometry: ConvolutionGeometry | None) -> CachedData:
+        """What a layer reads in the quantized network, and what it computes in the float one."""
+        read: list[Tensor] = []
+        made: list[Tensor] = []
+
+        def note(step: Step, operation: Callable[..., Tensor], x: Tensor) -> Tensor:
+            result = operation(x)
+            if step is wanted:
+                made.append(result)
+            return result
+
+        with torch.no_grad():
+            for given, exact, _ in samples:
+                self._run(given, self._quantized_call(self._layers, wanted, read))
+                self._run(exact, note)
+        inputs = torch.cat(read)
+        return CachedData(inputs if geometry is not None else inputs.flatten(1), torch.cat(made))
 
     # -- what is learned of a layer ------------------------------------------------------------------------------------
 
     def _can_learn(self, step: Step) -> bool:
-        weights = self._layers[step.layer].weights.weights
-        return step.reads_weight and len(weights) == 1 and weights[0].clusters is None
+        return step.reads_weight and len(self._layers[step.layer].weights.weights) == 1
 
     def _rounded(self, name: str) -> RoundedWeight:
-        """The rounding of a layer's weight, on the grid with the least error."""
+        """The rounding of a layer's weight: to its table, or on the grid with the least error."""
         (weight,) = self._layers[name].weights.weights
-        source, bits = weight.source, weight.qparams.bits
-        is_wise = weight.qparams.scale.numel() > 1
-        try:
-            scale = least_error_scale(
-                source.balanced(), kind=source.kind, bits=bits, channel_wise=is_wise, groups=source.groups
-            )
-        except AmctError as error:
-            raise layer_error(name, error) from error
+        source, bits, clusters = weight.source, weight.qparams.bits, weight.clusters
         rows = source.rows()
-        rounding = SoftRounding(rows, scale.per_row(rows.shape[0]).scale, bits)
+        scale = weight.qparams
+        if clusters is None:
+            is_wise = scale.scale.numel() > 1
+            try:
+                scale = least_error_scale(
+                    source.balanced(), kind=source.kind, bits=bits, channel_wise=is_wise, groups=source.groups
+                )
+            except AmctError as error:
+                raise layer_error(name, error) from error
+        table = None if clusters is None else clusters.table
+        rounding = SoftRounding(rows, scale.per_row(rows.shape[0]).scale, bits, table)
         return RoundedWeight(rounding=rounding, shape=source.tensor.shape, kind=source.kind, groups=source.groups)
 
-    def _clips(self) -> dict[str, Clips]:
+    def _clips(self) -> dict[tuple[str, int], Clips]:
         """The clips of each layer's input; layers that read one tensor alike share them."""
         known: dict[object, Clips] = {}
         found = {}
         for step in self._region.steps:
             if step.layer:
-                qparams = self._layers[step.layer].qparams.input
+                qparams = self._layers[step.layer].qparams.inputs[step.index]
                 # A tensor that an earlier block made may be read, and quantized alike, by another block too.
                 moves = qparams.bits < FEW_BITS and step.given[0] not in self._region.shared
                 made = Clips(qparams, moves=moves, fp16=step.layer in self._fp16)
-                found[step.layer] = known.setdefault((step.given[0], qparams), made)
+                found[step.layer, step.index] = known.setdefault((step.given[0], qparams), made)
         return found
 
     def _biases(self, samples: BlockSamples, names: Mapping[str, object]) -> dict[str, Moved]:
@@ -261,7 +332,9 @@ class Block:
             self._run(next(iter(samples))[1], call)
         return found
 
-    def _after(self, name: str, weight: RoundedWeight | None, clips: Clips, bias: Moved | None) -> LearnedLayer:
+    def _after(
+        self, name: str, weight: RoundedWeight | None, inputs: Mapping[int, QParams], bias: Moved | None
+    ) -> LearnedLayer:
         """A layer with what it has learned."""
         before = self._layers[name]
         weights, qparams = before.weights, before.qparams
@@ -270,13 +343,11 @@ class Block:
             scale = weight.rounding.scale.reshape(-1)[: own.qparams.scale.numel()].clone()
             weights = with_learned(weights, scale, weight.hard())
             qparams = replace(qparams, weights=weights.qparams().weights, cancels_errors=False)
-        qparams = replace(qparams, inputs={**qparams.inputs, 0: clips.qparams()})
+        qparams = replace(qparams, inputs={**qparams.inputs, **inputs})
         return LearnedLayer(name, weights, qparams, before.bias if bias is None else bias.tensor.detach())
 
 
-def with_learned(weights: QuantizedWeights, scale: Tensor, stored: Tensor) -> QuantizedWeights:
+def with_learned(weights: QuantizedWeights, scale: Tensor, values: Tensor) -> QuantizedWeights:
     """A weight on another grid, with values of its own."""
     (own,) = weights.weights
-    qparams = QParams.symmetric(scale, own.qparams.bits)
-    learned = replace(own, qparams=qparams, stored=stored.to(own.source.tensor.dtype))
-    return replace(weights, weights=(learned,), custom_rounding=True)
+    return replace(weights, weights=(own.on_grid(values, scale),), custom_rounding=True)

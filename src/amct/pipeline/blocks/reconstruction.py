@@ -10,35 +10,37 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from amct import log
-from amct.errors import CalibrationError, ModelError
+from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, ModelError
 from amct.numerics.adaround.rounding import Learning
-from amct.pipeline.weights import corrected_bias, layer_error, suited_to_bias
+from amct.pipeline.blocks.block import Block, BlockSamples, LearnedLayer, with_learned
+from amct.pipeline.weights import corrected_bias, layer_error
 from amct.printable import counted
-from amct.pytorch.blocks.block import Block, BlockSamples, LearnedLayer, with_learned
-from amct.pytorch.blocks.regions import RegionProgram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from amct.config.plan import LayerPlan
     from amct.numerics.qparams import LayerQParams
-    from amct.pipeline.flow import Passes
-    from amct.pytorch.blocks.block import Sample
-    from amct.pytorch.blocks.regions import Constants, Region, Values
-    from amct.pytorch.layer_hooks import Arguments
-    from amct.pytorch.preparation import TorchPreparation
+    from amct.pipeline.blocks.block import Sample
+    from amct.pipeline.blocks.regions import Parts, Region, Values
+    from amct.pipeline.flow import Passes, Refine
+    from amct.pipeline.weights import QuantizedWeights
 
 logger = logging.getLogger(__name__)
 
 Reconstruct = Literal["blocks"]
+AdaRoundMode = Literal["plain", "fast"]
+ALONE = Learning(num_iteration=1000, learning_rate=1e-2)
+"""The settings of AdaRound where a config has none."""
 SETTINGS = Learning(num_iteration=300, learning_rate=2e-2, batch_size=32)
 RECONSTRUCTION = "reconstruction"
 """The name of the pass."""
@@ -46,6 +48,69 @@ _SEED = 0
 _MOST_BYTES = 2 << 30
 _FEWEST = 20
 """Iterations that a block is learned at least, also without time."""
+
+
+def refinement(reconstruct: object, seconds: object, alone: object = None) -> Refine | None:
+    """What a flow does after calibration, as the user asks for it; None: nothing.
+
+    Args:
+        reconstruct: "blocks", or None.
+        seconds: How long that may take.
+        alone: How AdaRound learns the rounding of each layer for itself; None: it does not.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: It cannot be used.
+    """
+    if reconstruct not in (None, "blocks"):
+        raise ArgumentError(f'reconstruct: expected "blocks" or None, got {reconstruct!r}')
+    if seconds is not None:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise ArgumentTypeError(f"reconstruct_seconds: expected a number, got {type(seconds).__name__}")
+        if not 0 < seconds < float("inf"):
+            raise ArgumentError(f"reconstruct_seconds: expected a positive number, got {seconds:g}")
+        if reconstruct is None:
+            raise ArgumentError(
+                'reconstruct_seconds: nothing is reconstructed; add reconstruct="blocks", or leave it out'
+            )
+    if alone not in (None, "plain", "fast"):
+        raise ArgumentError(f'adaround: expected "plain", "fast" or None, got {alone!r}')
+    if reconstruct is not None:
+        return partial(reconstructed, seconds=seconds)
+    return None if alone is None else partial(reconstructed, alone=alone)
+
+
+class Learnable(Protocol):
+    """A prepared model whose blocks can learn."""
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+
+    @property
+    def weights(self) -> Mapping[str, QuantizedWeights]:
+        """The quantized weights by layer, also of layers that have none."""
+
+    @property
+    def layer_plans(self) -> Sequence[LayerPlan]:
+        """The plans of the quantized layers."""
+
+    def bias(self, layer: str) -> Tensor | None:
+        """The folded bias of a layer, if it has one."""
+
+    def parts(self) -> Parts:
+        """The folded model in parts.
+
+        Raises:
+            ModelError: It cannot be divided.
+        """
+
+    def float_outputs(self, arguments: Any) -> Sequence[object]:  # noqa: ANN401  the door's own
+        """What the folded float model returns."""
+
+    def with_learned(
+        self, weights: Mapping[str, QuantizedWeights], layers: Mapping[str, LayerQParams]
+    ) -> tuple[Any, Mapping[str, LayerQParams]]:
+        """The model with learned weights and the parameters of its layers, which say what biases make up for."""
 
 
 @dataclass(eq=False)
@@ -56,12 +121,14 @@ class Reconstruction:
         preparation: The model with quantized weights.
         layers: Its layers, by now.
         seconds: How long may be learned, by the clock; None: as long as it takes.
+        alone: How AdaRound learns the rounding of each layer for itself; None: blocks learn.
         errors: By block: its error before and after.
     """
 
-    preparation: TorchPreparation
+    preparation: Learnable
     layers: dict[str, LearnedLayer]
     seconds: float | None = None
+    alone: AdaRoundMode | None = None
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     is_observing = True
@@ -69,7 +136,11 @@ class Reconstruction:
 
     @classmethod
     def of(
-        cls, preparation: TorchPreparation, qparams: Mapping[str, LayerQParams], seconds: float | None = None
+        cls,
+        preparation: Learnable,
+        qparams: Mapping[str, LayerQParams],
+        seconds: float | None = None,
+        alone: AdaRoundMode | None = None,
     ) -> Reconstruction:
         """Begin with a calibrated model."""
         layers = {}
@@ -77,7 +148,7 @@ class Reconstruction:
             bias = preparation.bias(name)
             own = None if bias is None else corrected_bias(qparams[name], weights, bias.detach())
             layers[name] = LearnedLayer(name, weights, qparams[name], own)
-        return cls(preparation, layers, seconds)
+        return cls(preparation, layers, seconds, alone)
 
     def run(self, data: Passes) -> None:
         """Learn all blocks.
@@ -86,7 +157,7 @@ class Reconstruction:
             ModelError: The model cannot be divided into blocks; nothing is learned.
             CalibrationError: An error is not finite; the message names the layer.
         """
-        network = _Network(self.preparation, list(data.all()))
+        network = _Network(self.preparation, list(data.all()), alone=self.alone is not None)
         self._clock = _Clock(self.seconds, network.seconds)
         regions = network.regions
         with log.bar("reconstruction", len(regions)) as advance:
@@ -101,7 +172,8 @@ class Reconstruction:
         better = [after / before for before, after in self.errors.values() if before]
         if better:
             middle = sorted(better)[len(better) // 2]
-            logger.info("%d blocks are reconstructed: their error is %.2f of what it was (median)", len(better), middle)
+            what = "blocks are reconstructed" if self.alone is None else "layers have learned how to round"
+            logger.info("%d %s: their error is %.2f of what it was (median)", len(better), what, middle)
 
     def _learn(self, network: _Network, number: int) -> None:
         region = network.regions[number]
@@ -110,11 +182,17 @@ class Reconstruction:
             block = network.block(region, self.layers)
             begin = time.monotonic()
             settings = replace(SETTINGS, num_iteration=self._clock.iterations(number))
+            if self.alone is not None:
+                settings = replace(ALONE, fast=self.alone == "fast")
             try:
                 with log.bar(f"  {region.name}", settings.num_iteration) as advance:
                     before = block.error(samples, self.layers)
-                    generator = torch.Generator().manual_seed(_SEED + number)
-                    found = block.learn(samples, settings, generator, before, _advancing(advance))
+                    generator, report = torch.Generator().manual_seed(_SEED + number), _advancing(advance)
+                    if self.alone is None:
+                        found = block.learn(samples, settings, generator, before, report)
+                    else:
+                        biases = {name: self.preparation.bias(name) for name in region.layers}
+                        found = block.round_alone(samples, settings, generator, biases, report)
                     after = block.error(samples, {**self.layers, **found})
             except CalibrationError as error:
                 raise layer_error(region.name, error) from error
@@ -128,17 +206,15 @@ class Reconstruction:
                 self._clock.note(number, settings.num_iteration, time.monotonic() - begin)
         network.go_on(region, self.layers)
 
-    def result(self) -> tuple[TorchPreparation, dict[str, LayerQParams]]:
+    def result(self) -> tuple[Any, Mapping[str, LayerQParams]]:
         """The model with what was learned, and the parameters of its layers."""
-        weights = {name: each.weights for name, each in self.layers.items()}
         found = {}
         for name, layer in self.layers.items():
             bias, qparams = self.preparation.bias(name), layer.qparams
             if bias is not None and layer.bias is not None and layer.weights.custom_rounding:
                 qparams = replace(qparams, lost=layer.bias.double() - bias.detach().double())
-                qparams = suited_to_bias(name, qparams, layer.weights, layer.bias)
             found[name] = qparams
-        return self.preparation.with_weights(self.preparation.plan, weights), found
+        return self.preparation.with_learned({name: each.weights for name, each in self.layers.items()}, found)
 
     # -- between two blocks --------------------------------------------------------------------------------------------
 
@@ -148,8 +224,7 @@ class Reconstruction:
         for name, layer in self.layers.items():
             if layer.weights.custom_rounding:
                 (weight,) = layer.weights.weights
-                assert weight.stored is not None
-                arrays |= {f"{name}/weight": weight.stored, f"{name}/steps": weight.qparams.scale}
+                arrays |= {f"{name}/weight": weight.real(), f"{name}/steps": weight.qparams.scale}
             if layer.bias is not None:
                 arrays[f"{name}/bias"] = layer.bias
             arrays[f"{name}/scale"], arrays[f"{name}/offset"] = layer.qparams.input.scale, layer.qparams.input.offset
@@ -179,14 +254,19 @@ class Reconstruction:
 
 
 def reconstructed(
-    preparation: TorchPreparation, layers: Mapping[str, LayerQParams], data: Passes, seconds: float | None = None
-) -> tuple[TorchPreparation, Mapping[str, LayerQParams]]:
+    preparation: Learnable,
+    layers: Mapping[str, LayerQParams],
+    data: Passes,
+    *,
+    seconds: float | None = None,
+    alone: AdaRoundMode | None = None,
+) -> tuple[Any, Mapping[str, LayerQParams]]:
     """A calibrated model whose blocks are reconstructed; one that cannot be divided stays as it is, with a warning.
 
     Raises:
         CalibrationError: An error is not finite; the message names the layer.
     """
-    reconstruction = Reconstruction.of(preparation, layers, seconds)
+    reconstruction = Reconstruction.of(preparation, layers, seconds, alone)
     try:
         reconstruction.run(data)
     except ModelError as error:
@@ -239,19 +319,16 @@ class _Network:
     Args:
         preparation: The model.
         batches: The data.
+        alone: Whether each layer is a block.
 
     Raises:
         ModelError: It cannot be divided, or its program does not compute what it does.
     """
 
-    def __init__(self, preparation: TorchPreparation, batches: Sequence[Arguments]) -> None:
-        self._program = RegionProgram(preparation.traced, preparation.fused, preparation.weights)
-        try:
-            self._constants = self._program.constants(preparation.fused.model)
-            self._rounded = self._constants_of_quantized(preparation)
-        except RuntimeError as error:  # of any operation
-            raise ModelError(f"its captured program cannot be run in parts: {error}") from error
-        self.regions = self._program.regions()
+    def __init__(self, preparation: Learnable, batches: Sequence[Any], *, alone: bool = False) -> None:
+        parts = preparation.parts()
+        self._program, self._constants, self._rounded = parts.program, parts.exact, parts.rounded
+        self.regions = self._program.regions(alone=alone)
         self._fp16 = {layer.name for layer in preparation.layer_plans if layer.force_fp16}
         self.seconds: list[float] = []
         """By region: what a forward of the first batch takes."""
@@ -267,21 +344,11 @@ class _Network:
         self._exact = [self._program.given(each) for each in batches[:kept]]
         self._given = [dict(each) for each in self._exact]
 
-    def _constants_of_quantized(self, preparation: TorchPreparation) -> Constants:
-        """Those with rounded weights, where a layer reads its weight in another form (an LSTM)."""
-        layers = (step.layer for step in self._program.steps if step.layer and not step.reads_weight)
-        if not any(preparation.weights[name].weights for name in layers):
-            return self._constants
-        return self._program.constants(preparation.quantized_copy(is_private=True))
-
-    def _tried(self, preparation: TorchPreparation, arguments: Arguments) -> int:
+    def _tried(self, preparation: Learnable, arguments: Any) -> int:  # noqa: ANN401  the door's own
         """Run the float network region by region, to see that it is the model; returns the most bytes of a batch."""
         try:
             with torch.no_grad():
-                args, kwargs = pytree.tree_map_only(
-                    Tensor, Tensor.clone, arguments
-                )  # a forward may write to its inputs
-                wanted = preparation.fused.model(*args, **kwargs)
+                wanted = preparation.float_outputs(arguments)
                 values, most = self._program.given(arguments), 0
                 for number, region in enumerate(self.regions):
                     begin = time.monotonic()
@@ -296,8 +363,8 @@ class _Network:
         self._check(wanted, list(values.values()))
         return most
 
-    def _check(self, wanted: object, found: Sequence[object]) -> None:
-        tensors = [each for each in pytree.tree_leaves(wanted) if isinstance(each, Tensor)]
+    def _check(self, wanted: Sequence[object], found: Sequence[object]) -> None:
+        tensors = [each for each in wanted if isinstance(each, Tensor)]
         alike = [each for each in tensors if any(_is_close(each, other) for other in found)]
         if len(alike) < len(tensors):
             raise ModelError("its captured program does not compute what the model does")
@@ -319,7 +386,8 @@ class _Network:
             wanted = self._float_outputs(region, exact)
             parts.append(([given[node] for node in region.inputs], [exact[node] for node in region.inputs], wanted))
             exact |= dict(zip(region.outputs, wanted, strict=True))
-        return BlockSamples(parts, by_sample=self._program.is_by_sample(region))
+        read = dict(zip(region.inputs, parts[0][1], strict=True))
+        return BlockSamples(parts, by_sample=self._program.is_by_sample(region, self._constants, read))
 
     def block(self, region: Region, layers: Mapping[str, LearnedLayer]) -> Block:
         """A region with its layers as they are."""
