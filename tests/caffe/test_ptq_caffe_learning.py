@@ -184,6 +184,12 @@ def test_what_is_learned_helps_on_other_data_too(files, plain, learned, options)
     assert harm(quantized, files) < 0.95 * harm(plain, files)
 
 
+def test_only_layers_that_have_weights_to_learn_are_counted(files, caplog):
+    with caplog.at_level(logging.INFO):
+        amct.quantize(*files, batches(), SIXTEEN_VALUES, adaround="fast")
+    assert "6 layers learned: the error is" in caplog.text  # of 9 that are quantized: the others have no weights
+
+
 def test_weights_of_eight_bits_learn_too(files):
     before, after = (amct.quantize(*files, batches(), **options) for options in ({}, {"adaround": "fast"}))
     for name, weights in after.prepared.graph.weights.items():

@@ -122,7 +122,7 @@ class Reconstruction:
         layers: Its layers, by now.
         seconds: How long may be learned, by the clock; None: as long as it takes.
         alone: How AdaRound learns the rounding of each layer for itself; None: blocks learn.
-        errors: By block: its error before and after.
+        errors: By block in which something could be learned: its error before and after.
     """
 
     preparation: Learnable
@@ -172,8 +172,8 @@ class Reconstruction:
         better = [after / before for before, after in self.errors.values() if before]
         if better:
             middle = sorted(better)[len(better) // 2]
-            what = "blocks are reconstructed" if self.alone is None else "layers have learned how to round"
-            logger.info("%d %s: their error is %.2f of what it was (median)", len(better), what, middle)
+            what = "block" if self.alone is None else "layer"
+            logger.info("%s learned: the error is %.2f of what it was (median)", counted(len(better), what), middle)
 
     def _learn(self, network: _Network, number: int) -> None:
         region = network.regions[number]
@@ -201,7 +201,8 @@ class Reconstruction:
             else:
                 if after <= before:
                     self.layers.update(found)
-                self.errors[region.name] = before, min(before, after)
+                if found:
+                    self.errors[region.name] = before, min(before, after)
                 logger.debug('block "%s": error %g, was %g', region.name, after, before)
                 self._clock.note(number, settings.num_iteration, time.monotonic() - begin)
         network.go_on(region, self.layers)
