@@ -537,7 +537,7 @@ def test_a_log_level_that_does_not_exist(flow, monkeypatch):
 
 
 @pytest.mark.parametrize("compile_model", [torch.jit.script, lambda model: torch.jit.trace(model, torch.zeros(2, 8))])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated", "ignore::torch.jit.TracerWarning")
 def test_a_script_module_is_refused_with_the_remedy(compile_model, tmp_path):
     compiled = compile_model(nn.Sequential(nn.Linear(8, 8)).eval())
     with pytest.raises(ModelError, match=r"is a ScriptModule.*give the nn\.Module that it was made from"):

@@ -322,7 +322,7 @@ def test_attributes_that_the_forward_sets_are_the_users_own(tmp_path):
 def test_a_scripted_part_is_refused_by_name_when_the_model_is_saved(tmp_path):
     x = torch.randn(4, 8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")  # a FutureWarning since torch 2.15
         model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.ReLU()), nn.Linear(8, 2)).eval()
     trained = amct.prepare_qat(model, [x])
     trained.train()(x)
