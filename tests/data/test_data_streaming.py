@@ -30,8 +30,18 @@ from amct.pipeline.batches import Batches, FirstBatches
 THREAD = "read-ahead"
 
 
+EARLIER = set()
+"""Threads of nets of earlier tests, which read ahead until they are collected."""
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_earlier_tests():
+    EARLIER.clear()
+    EARLIER.update(threading.enumerate())
+
+
 def reading_threads():
-    return [thread for thread in threading.enumerate() if thread.name == THREAD]
+    return [thread for thread in threading.enumerate() if thread.name == THREAD and thread not in EARLIER]
 
 
 def picture(path, value=0):
